@@ -34,7 +34,8 @@ from dtrain.models.common.moe import ExpertLinear, Router, grouped_product
 from dtrain.parallel.placement import local_slices, local_tensor
 from dtrain.parallel.tensor import TensorParallel
 
-NORM_ROWS = 1024  # of a weight, whose products with A are in memory at once
+NORM_ROWS = 1024
+"""Rows of a weight whose products with A are in memory at the same time, when DoRA computes norms."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class AdapterSettings:
 
     @property
     def dropout(self) -> float:
-        """Share of the inputs that adapters drop in training."""
+        """Probability with which an adapter drops an input element in training."""
         return self.config.dropout
 
     def dropout_tokens(self, batch: Batch, step: int) -> Tensor:
@@ -68,11 +69,13 @@ class AdapterSettings:
         Returns:
             [B, S] int64.
         """
-        of, places = document_ids(batch), batch["position_ids"]
-        words = mix(mix(batch["input_ids"] + 1) + places)
-        sums = sum_by_document(words, of, num_documents(batch)) + random_key(self.seed, step)  # [documents]
+        document_of_token, positions = document_ids(batch), batch["position_ids"]
+        hashes = mix(mix(batch["input_ids"] + 1) + positions)  # [B, S]
+        # A document's hash is the sum of its tokens' hashes, and does not depend on where the document is.
+        document_hashes = sum_by_document(hashes, document_of_token, num_documents(batch)) + random_key(self.seed, step)
         # Padding has document -1, which reads the zero that is appended.
-        return mix(mix(torch.cat([sums, sums.new_zeros(1)])[of]) + places)
+        with_zero = torch.cat([document_hashes, document_hashes.new_zeros(1)])
+        return mix(mix(with_zero[document_of_token]) + positions)
 
 
 @dataclass
@@ -101,8 +104,8 @@ class Adapter:
         if context is not None and not context.enabled:
             return layer.product(x, bias)
         a, b = layer.local("lora_A"), layer.local("lora_B")
-        seen = self._dropped(layer, x, context)
-        added = F.linear(F.linear(seen, a) * self.scale, b)
+        dropped = self._apply_dropout(layer, x, context)
+        added = F.linear(F.linear(dropped, a) * self.scale, b)
         if not self.dora:
             return layer.product(x, bias) + added
         magnitude = layer.local("lora_magnitude")
@@ -110,13 +113,14 @@ class Adapter:
         # smallest normal number as the minimum keeps a row of zeros a row of zeros.
         norms = self._norms(layer, a, b).to(magnitude.dtype)
         ratio = magnitude / norms.clamp_(min=torch.finfo(norms.dtype).tiny)  # [out]
-        if seen is x:
+        if dropped is x:
             out = ratio * (layer.product(x, None) + added)
         else:
-            out = layer.product(x, None) + (ratio - 1) * layer.product(seen, None) + ratio * added
+            # As in PEFT: the difference that DoRA makes to the layer's own product is computed from dropped inputs.
+            out = layer.product(x, None) + (ratio - 1) * layer.product(dropped, None) + ratio * added
         return out if bias is None else out + bias
 
-    def _dropped(self, layer: Linear, x: Tensor, context: AdapterContext | None) -> Tensor:
+    def _apply_dropout(self, layer: Linear, x: Tensor, context: AdapterContext | None) -> Tensor:
         """Apply dropout to the input of the adapter.
 
         Whether an element is dropped is a function of the token's number, the layer and the element's index in the full
@@ -128,18 +132,20 @@ class Adapter:
             context: The micro-batch's context. None drops nothing.
 
         Returns:
-            `x` with a share of its elements zero and the others scaled up.
+            `x` with some elements set to zero and the others scaled up. `x` itself without dropout.
         """
-        tokens, share = None if context is None else context.dropout_tokens, self.settings.dropout
-        if tokens is None or not share or not layer.training:
+        tokens = None if context is None else context.dropout_tokens
+        probability = self.settings.dropout
+        if tokens is None or not probability or not layer.training:
             return x
         first = 0 if layer.tp is None else layer.tp.local_start(layer.in_features)
-        tp = layer.sequence_tp if layer.sequence_tp is not None and layer.sequence_tp.sequence_parallel else None
-        if tp is not None:  # sequence parallel cuts the rows outside of blocks
-            tokens = tokens.chunk(tp.size, 1)[tp.rank]
+        sequence_tp = layer.sequence_tp
+        if sequence_tp is not None and sequence_tp.sequence_parallel:
+            # Outside of blocks, sequence parallel cuts the tokens.
+            tokens = tokens.chunk(sequence_tp.size, 1)[sequence_tp.rank]
         elements = torch.arange(first, first + x.shape[-1], device=x.device)
-        kept = random_uniform(elements, (tokens ^ random_key(self.number))[..., None]) >= share  # [B, S, in]
-        return x * (kept / (1 - share)).to(x.dtype).view_as(x)
+        is_kept = random_uniform(elements, (tokens ^ random_key(self.number))[..., None]) >= probability  # [B, S, in]
+        return x * (is_kept / (1 - probability)).to(x.dtype).view_as(x)
 
     @torch.no_grad()
     def _norms(self, layer: Linear, a: Tensor, b: Tensor) -> Tensor:
@@ -149,13 +155,14 @@ class Adapter:
         """
         wide = torch.promote_types(a.dtype, torch.float32)
         a, b = a.to(wide), b.to(wide)
-        weight, products = layer.dense_weight(), (a @ a.t()) * self.scale**2
+        weight = layer.dense_weight()
+        a_products = (a @ a.t()) * self.scale**2  # s² A Aᵀ, [r, r]
         squares = []
-        for rows, b_rows in zip(weight.split(NORM_ROWS), b.split(NORM_ROWS), strict=True):
-            part = rows.to(wide)
-            cross = 2 * self.scale * (part @ a.t()) + b_rows @ products  # [rows, r]
-            squares.append(part.square().sum(1) + (cross * b_rows).sum(1))
-        return _summed(torch.cat(squares), layer.tp).sqrt_()
+        for weight_rows, b_rows in zip(weight.split(NORM_ROWS), b.split(NORM_ROWS), strict=True):
+            rows = weight_rows.to(wide)
+            cross = 2 * self.scale * (rows @ a.t()) + b_rows @ a_products  # [rows, r]
+            squares.append(rows.square().sum(1) + (cross * b_rows).sum(1))
+        return _all_reduce_squares(torch.cat(squares), layer.tp).sqrt_()
 
 
 @dataclass
@@ -189,6 +196,7 @@ class ParameterAdapter:
 
 
 Adapted = Linear | ExpertLinear | Router
+"""Layers that may have an adapter."""
 
 
 def add_adapters(model: CausalLM, config: AdapterConfig, seed: int = 0) -> AdapterSettings:
@@ -207,7 +215,8 @@ def add_adapters(model: CausalLM, config: AdapterConfig, seed: int = 0) -> Adapt
     """
     settings = AdapterSettings(config, seed)
     layers = {name: module for name, module in model.named_modules() if isinstance(module, Adapted)}
-    numbers = {name: number for number, name in enumerate(path for path in layers if isinstance(layers[path], Linear))}
+    linear_names = [name for name, layer in layers.items() if isinstance(layer, Linear)]
+    dropout_numbers = {name: number for number, name in enumerate(linear_names)}
     for name, lora in config.select_layers(adaptable_shapes(model.config)).items():
         first, *others = model.config.model_modules(name)
         for part in others:
@@ -215,10 +224,12 @@ def add_adapters(model: CausalLM, config: AdapterConfig, seed: int = 0) -> Adapt
         for part in (first, *others):
             layer = layers[part]
             dtype = layer.weight.dtype
-            for parameter, shape in adapter_parameter_shapes(layer.weight.shape, lora.rank, config.dora).items():
+            shapes = adapter_parameter_shapes(layer.weight.shape, lora.rank, config.dora)
+            for parameter, shape in shapes.items():
                 layer.register_parameter(parameter, nn.Parameter(torch.empty(shape, dtype=dtype, device="meta")))
             if isinstance(layer, Linear):
-                layer.wrapper = Adapter(lora.scale, config.dora, numbers[first], settings)
+                # Parts of one joined layer have the same dropout, as the joined layer has one input.
+                layer.wrapper = Adapter(lora.scale, config.dora, dropout_numbers[first], settings)
             else:
                 layer.wrapper = ParameterAdapter(lora.scale)
     model.tie_weights()
@@ -288,20 +299,26 @@ def init_adapters(model: CausalLM, seed: int) -> None:
     """
     for name, layer in adapted_layers(model).items():
         a = layer.get_parameter("lora_A")
-        local = local_tensor(a)
-        flat = torch.zeros((), dtype=torch.int64, device=local.device)
-        for size, part in zip(a.shape, local_slices(a), strict=True):
-            flat = flat[..., None] * size + torch.arange(part.start, part.stop, device=local.device)
-        drawn = random_uniform(flat, random_key(seed, f"{model.config.file_module(name)}.lora_A")).mul_(2).sub_(1)
-        local.copy_(drawn.mul_(1 / math.sqrt(a.shape[-1])))
+        _fill_uniform(a, random_key(seed, f"{model.config.file_module(name)}.lora_A"), 1 / math.sqrt(a.shape[-1]))
         local_tensor(layer.get_parameter("lora_B")).zero_()
         if isinstance(layer, Linear) and isinstance(layer.wrapper, Adapter) and layer.wrapper.dora:
             magnitude = local_tensor(layer.get_parameter("lora_magnitude"))
             weight = layer.dense_weight(local_tensor)  # of this rank's shards
-            magnitude.copy_(_summed(weight.to(magnitude.dtype).square().sum(1), layer.tp).sqrt_())
+            squares = weight.to(magnitude.dtype).square().sum(1)
+            magnitude.copy_(_all_reduce_squares(squares, layer.tp).sqrt_())
 
 
-def _summed(squares: Tensor, tp: TensorParallel | None) -> Tensor:
+def _fill_uniform(parameter: nn.Parameter, key: int, bound: float) -> None:
+    """Fill this rank's shard with numbers in [-bound, bound), each a function of the key and the element's index."""
+    local = local_tensor(parameter)
+    index = torch.zeros((), dtype=torch.int64, device=local.device)  # flat index in the full parameter
+    for size, part in zip(parameter.shape, local_slices(parameter), strict=True):
+        index = index[..., None] * size + torch.arange(part.start, part.stop, device=local.device)
+    local.copy_(random_uniform(index, key).mul_(2).sub_(1).mul_(bound))
+
+
+def _all_reduce_squares(squares: Tensor, tp: TensorParallel | None) -> Tensor:
+    """Sum squares over the tp ranks that have other inputs of the same rows, in place. None: there is one rank."""
     if tp is not None:
         dist.all_reduce(squares, group=tp.group)
     return squares

@@ -1,16 +1,19 @@
-"""Models from their ModelConfig, on meta or a device, their initial values, and names and shapes of their layers.
+"""Building models from a `ModelConfig`: modules, initial values, and names and shapes of layers.
 
-Initial values depend on the seed, the parameter's name and the logical position, never on the layout. Each element has
-the random number of its flat index in the full parameter, in the sequence of seed and name (`base.randomness`). So any
-slice, on any rank, has the bits that one process would have.
+*Initial values* depend on the seed, the parameter's name and the logical position, never on the layout. Each element
+has the random number of its flat index in the full parameter, in the sequence of seed and name (`base.randomness`). So
+a slice on any rank has the bits that one process would compute for it. For example, element [3, 5] of a weight [10, 8]
+has flat index 29 on every mesh.
 
-Names and shapes of layers that may have a wrapper or another weight storage are read from the model on the meta device,
-which takes no memory and 20 ms. Names are those of files (`ModelConfig.file_module`). Names of a vision tower are those
-in the model.
+*Names and shapes* of layers that may have a wrapper or another weight storage are read from the model on the meta
+device, which takes no memory and 20 ms. Names are those of files (`ModelConfig.file_module`). Names of a vision tower
+are those in the model.
 """
 
 import math
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +29,7 @@ from dtrain.parallel.placement import local_slices, local_tensor
 from dtrain.parallel.tensor import full_precision_modules
 
 Shape = tuple[int, ...]
+Value = TypeVar("Value")
 
 _EMBEDDINGS = ("model.embed_tokens.weight", "model.embed_tokens_per_layer.weight")
 
@@ -35,10 +39,14 @@ def build(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> CausalLM:
-    """The model of `config`, its parameters in `dtype` on `device` and NOT initialised: `init_weights` or
-    `checkpoint.huggingface.read` fills them. device "meta" takes no memory; `to_empty` gives it later.
+    """Build a model, not initialised: `init_weights` or `checkpoint.huggingface.read` fills it.
 
-    No collective, no randomness.
+    Issues no collective and uses no random numbers.
+
+    Args:
+        config: Config of the model.
+        dtype: Dtype of the parameters, except for those of `full_precision_modules`.
+        device: Device of the parameters. "meta" takes no memory, and `to_empty` allocates it later.
     """
     device = torch.device(device)
     model = build_on_meta(config)
@@ -53,7 +61,7 @@ def build(
 
 
 def cast_parameters(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """`model.to(dtype)`; what `full_precision_modules` have in float32 at least."""
+    """Cast a model to `dtype`, and its `full_precision_modules` to max(float32, dtype)."""
     model.to(dtype)
     for module in full_precision_modules(model).values():
         module.to(torch.promote_types(dtype, torch.float32))
@@ -61,62 +69,91 @@ def cast_parameters(model: torch.nn.Module, dtype: torch.dtype) -> None:
 
 @torch.no_grad()
 def init_weights(model: CausalLM, seed: int, only: str = "*") -> None:
-    """Fill every parameter by `model.initial_values`, with transformers' distributions: normal(0, initializer_range)
-    for matrices (zero in the padding token's embedding), ones or zeros for norms, zeros for biases, the logarithm of
-    uniform(0.01, 16) for the decay of linear attention. Parameters may be plain or DTensors; a rank draws what it
-    holds. Normals are drawn in float64, then rounded. only: a pattern of the parameters that are filled. No
-    collective."""
+    """Initialise the parameters of a model with transformers' distributions. Issues no collective.
+
+    `model.initial_values` has the distribution of each parameter:
+
+        normal   normal(0, initializer_range), computed in float64 and rounded. The padding token's embedding is zero
+        ones     1
+        zeros    0
+        decay    the logarithm of uniform(0.01, 16), for the decay of linear attention
+
+    Args:
+        model: The model. Parameters may be plain tensors or DTensors, of which a rank fills its shard.
+        seed: Seed of the random numbers.
+        only: Pattern of the parameters that are filled. Buffers are only filled with "*".
+    """
     config = model.config
     for name, parameter in model.named_parameters():
         if not fnmatchcase(name, only):
             continue
-        local = local_tensor(parameter)
-        kind = next(kind for pattern, kind in model.initial_values.items() if fnmatchcase(name, pattern))
+        local, bounds = local_tensor(parameter), local_slices(parameter)
+        kind = _first_match(model.initial_values, name)
         if kind == "normal":
-            fill_normal(
-                local, parameter.shape, local_slices(parameter), random_key(seed, name), config.initializer_range
-            )
+            fill_normal(local, parameter.shape, bounds, random_key(seed, name), config.initializer_range)
         elif kind == "decay":
-            (held,) = local_slices(parameter)
-            places = torch.arange(held.start, held.stop, device=local.device)
-            local.copy_(random_uniform(places, random_key(seed, name)).mul_(16 - 0.01).add_(0.01).log_())
+            (rows,) = bounds
+            index = torch.arange(rows.start, rows.stop, device=local.device)
+            local.copy_(random_uniform(index, random_key(seed, name)).mul_(16 - 0.01).add_(0.01).log_())
         else:
             local.fill_(1.0 if kind == "ones" else 0.0)
         if name in _EMBEDDINGS and config.pad_token_id is not None:
-            held = local_slices(parameter)[0]
-            row = config.pad_token_id % parameter.shape[0]
-            if held.start <= row < held.stop:
-                local[row - held.start] = 0.0
-    values = {pattern: value for tower in model.model.vision for pattern, value in tower.initial_buffers.items()}
+            rows = bounds[0]
+            pad_row = config.pad_token_id % parameter.shape[0]
+            if rows.start <= pad_row < rows.stop:
+                local[pad_row - rows.start] = 0.0
+    if only == "*":
+        _init_buffers(model)
+
+
+def _init_buffers(model: CausalLM) -> None:
+    """Fill the buffers, which are not trained."""
+    values: dict[str, float] = {}
+    for tower in model.model.vision:
+        values |= tower.initial_buffers
     values |= model.initial_buffers
-    for name, buffer in model.named_buffers() if only == "*" else ():  # which are not trained
-        buffer.fill_(next(value for pattern, value in values.items() if fnmatchcase(name, pattern)))
+    for name, buffer in model.named_buffers():
+        buffer.fill_(_first_match(values, name))
 
 
-def fill_normal(local: Tensor, shape: torch.Size, held: tuple[slice, ...], key: int, std: float) -> None:
-    """Fill a slice of a parameter with normal(0, std), in chunks: on a CPU the arithmetic stays in its cache.
+def _first_match(values: Mapping[str, Value], name: str) -> Value:
+    """Return the value of the first pattern (fnmatch) that matches a name."""
+    for pattern, value in values.items():
+        if fnmatchcase(name, pattern):
+            return value
+    raise KeyError(name)
+
+
+def fill_normal(local: Tensor, shape: torch.Size, bounds: tuple[slice, ...], key: int, std: float) -> None:
+    """Fill a slice of a parameter with normal(0, std).
+
+    The slice is filled in chunks of rows: on a CPU, the arithmetic of a chunk stays in the cache.
 
     Args:
         local: The slice.
-        shape: Shape of the whole parameter.
-        held: Where the slice is in it, a range for each dimension.
-        key: Key of the numbers; each is a function of it and of the element's flat index in the whole parameter.
+        shape: Shape of the full parameter.
+        bounds: Position of the slice in the full parameter, a range for each dimension.
+        key: Key of the random numbers. Each is a function of the key and of the element's flat index in the full
+            parameter.
         std: Standard deviation.
     """
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    inner = torch.zeros((), dtype=torch.int64, device=local.device)
-    for bounds, stride in zip(held[1:], strides[1:], strict=True):
-        inner = inner[..., None] + torch.arange(bounds.start, bounds.stop, device=local.device) * stride
-    rows = max(1, (2**15 if local.device.type == "cpu" else 2**22) // max(inner.numel(), 1))
-    for start in range(held[0].start, held[0].stop, rows):
-        end = min(start + rows, held[0].stop)
-        outer = torch.arange(start, end, device=local.device) * strides[0]
-        flat = outer.view(-1, *[1] * inner.dim()) + inner
-        local[start - held[0].start : end - held[0].start] = _normal(flat, key).mul_(std)
+    # Flat index within a row, for all elements of one row of the slice.
+    row_index = torch.zeros((), dtype=torch.int64, device=local.device)
+    for part, stride in zip(bounds[1:], strides[1:], strict=True):
+        row_index = row_index[..., None] + torch.arange(part.start, part.stop, device=local.device) * stride
+    chunk_elements = 2**15 if local.device.type == "cpu" else 2**22
+    chunk_rows = max(1, chunk_elements // max(row_index.numel(), 1))
+    rows = bounds[0]
+    for start in range(rows.start, rows.stop, chunk_rows):
+        end = min(start + chunk_rows, rows.stop)
+        first_index = torch.arange(start, end, device=local.device) * strides[0]  # of each row
+        index = first_index.view(-1, *[1] * row_index.dim()) + row_index
+        local[start - rows.start : end - rows.start] = _standard_normal(index, key).mul_(std)
 
 
-def _normal(index: Tensor, key: int) -> Tensor:
-    """Standard normals [...] float64 of flat indices [...] int64: the inverse distribution function of a uniform."""
+def _standard_normal(index: Tensor, key: int) -> Tensor:
+    """Return standard normals, float64, of flat indices [...] int64: the inverse normal CDF of uniform numbers."""
     return torch.erfinv(random_uniform(index, key).mul_(2).sub_(1)).mul_(math.sqrt(2))
 
 
@@ -132,42 +169,55 @@ def adaptable_shapes(config: ModelConfig) -> dict[str, Shape]:
 
     The decoder's linear layers come first, then its `expert_shapes`, then the linear layers of the vision tower.
     """
-    shapes = {**_shapes(config, Linear), **expert_shapes(config)}
-    return {name: shapes[name] for name in sorted(shapes, key=is_in_vision_tower)}  # each part in the model's order
+    shapes = {**_layer_shapes(config, Linear), **expert_shapes(config)}
+    # Sorting is stable, so the decoder and the tower keep the model's order.
+    return {name: shapes[name] for name in sorted(shapes, key=is_in_vision_tower)}
 
 
 def linear_shapes(config: ModelConfig) -> dict[str, Shape]:
-    """Return the shapes [out, in] of the decoder's linear layers, in the model's order."""
-    return {name: shape for name, shape in _shapes(config, Linear).items() if not is_in_vision_tower(name)}
+    """Return the shapes [out, in] of the decoder's linear layers by name in files, in the model's order."""
+    return {name: shape for name, shape in _layer_shapes(config, Linear).items() if not is_in_vision_tower(name)}
 
 
 def expert_shapes(config: ModelConfig, all_of_them: bool = False) -> dict[str, Shape]:
-    """Return the shapes [E, out, in] of stacks of experts, and [E, in] of routers that are no linear layers.
+    """Return the shapes of stacks of experts, [E, out, in], and of routers that are no linear layers, [E, in].
 
     Args:
         config: Config of the model.
-        all_of_them: Include stacks that are transposed in files (gpt-oss), which may not have a wrapper.
+        all_of_them: Include stacks that are transposed in files (gpt-oss). They may not have a wrapper.
     """
-    if (experts := config.experts) is None or (experts.is_transposed and not all_of_them):
+    if config.experts is None:
         return {}
-    return _shapes(config, Router, ExpertLinear)
+    if config.experts.is_transposed and not all_of_them:
+        return {}
+    return _layer_shapes(config, Router, ExpertLinear)
 
 
 def module_names(config: ModelConfig) -> list[str]:
     """Return the names in files of the modules with parameters of their own, except for `full_precision_modules`."""
     model = build_on_meta(config)
-    exact = full_precision_modules(model)
-    names = (name for name, module in model.named_modules() if any(True for _ in module.parameters(recurse=False)))
-    return list(dict.fromkeys(config.file_module(name) for name in names if name not in exact))
+    full_precision = full_precision_modules(model)
+    names: dict[str, None] = {}  # an ordered set
+    for name, module in model.named_modules():
+        has_parameters = len(list(module.parameters(recurse=False))) > 0
+        if has_parameters and name not in full_precision:
+            names[config.file_module(name)] = None
+    return list(names)
 
 
-def _shapes(config: ModelConfig, *kinds: type[nn.Module]) -> dict[str, Shape]:
-    """Shapes of the weights in layers of these kinds. Layers that files join are one, with the rows of all."""
+def _layer_shapes(config: ModelConfig, *kinds: type[nn.Module]) -> dict[str, Shape]:
+    """Return the shapes of the weights in layers of some classes, by name in files.
+
+    Layers that files join are one layer with the rows of all. For example, q_proj [8, 16] and two projections [4, 16]
+    in Phi-3 are qkv_proj [16, 16].
+    """
     shapes: dict[str, Shape] = {}
     for name, module in build_on_meta(config).named_modules():
         weight = getattr(module, "weight", None)
         if isinstance(module, kinds) and weight is not None:
-            whole, (*experts, rows, columns) = config.file_module(name), weight.shape
-            rows_before = shapes[whole][-2] if whole in shapes else 0
-            shapes[whole] = (*experts, rows_before + rows, columns)
+            file_name = config.file_module(name)
+            *experts, rows, columns = weight.shape
+            if file_name in shapes:
+                rows += shapes[file_name][-2]
+            shapes[file_name] = (*experts, rows, columns)
     return shapes

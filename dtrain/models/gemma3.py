@@ -1,7 +1,7 @@
-"""Gemma3's text model (arXiv:2503.19786), alone or as the text tower of a multimodal checkpoint.
+"""Gemma 3's text model (arXiv:2503.19786), also as the text tower of a multimodal checkpoint.
 
-Five sliding layers to each full one, with a rotary base for either kind; norms before and after attention and MLP, and
-over each head of q and k, all multiplying by 1 + weight; embeddings scaled by sqrt(D).
+There are five sliding layers to each full layer, with different rotary bases. Norms come before and after attention and
+MLP, and over each head of q and k, and multiply by 1 + weight. Embeddings are scaled by sqrt(D).
 """
 
 from torch import Tensor
@@ -15,7 +15,7 @@ from dtrain.models.common.rope_config import read_ropes_by_kind, read_theta
 from dtrain.models.common.tower import TextTower
 from dtrain.models.vision.gemma3 import Gemma3Vision
 
-# What the published checkpoints leave out of their text_config.
+# Fields that published checkpoints leave out of their text_config.
 _DEFAULTS = {
     "vocab_size": 262_208,
     "hidden_size": 2304,
@@ -32,6 +32,8 @@ _DEFAULTS = {
 
 
 class Gemma3Attention(Attention):
+    """Attention with a norm over each head of q and k."""
+
     qk_norm = Gemma3RMSNorm
 
 
@@ -49,15 +51,17 @@ class Gemma3Layer(PreNormLayer):
     def after_attention(
         self, hidden: Tensor, adapters: AdapterContext | None, attended: Tensor, context: LayerContext | None = None
     ) -> Tensor:
-        """Override `PreNormLayer.after_attention`: hidden [B, S, D], attended [B, S, H · hd] -> [B, S, D]"""
+        """Override `PreNormLayer.after_attention`."""
         hidden = hidden + self.post_attention_layernorm(self.self_attn.o_proj(attended, adapters))
-        del attended  # the MLP needs its memory
+        del attended  # free its memory for the MLP
         mixed = self.mlp(self.pre_feedforward_layernorm(hidden), adapters)
         return hidden + self.post_feedforward_layernorm(mixed)
 
 
 class Gemma3ForCausalLM(TextTower):
-    tower_prefixes = ("language_model.model.", "model.language_model.")  # transformers 4's, and 5's
+    """Gemma 3."""
+
+    tower_prefixes = ("language_model.model.", "model.language_model.")  # of transformers 4 and 5
     head_prefixes = ("lm_head.", "language_model.lm_head.")
     carried_patterns = (r"(model\.)?(vision_tower|multi_modal_projector)\..*",)
     vision_tower = Gemma3Vision
@@ -75,19 +79,21 @@ class Gemma3ForCausalLM(TextTower):
 
     @classmethod
     def read(cls, fields: ModelFields) -> ModelConfig:
-        """Override `CausalLM.read`: rotary scaling belongs to the full layers; the sliding ones have a base of their
-        own."""
+        """Override `CausalLM.read`. Only full layers have rotary scaling. Sliding layers have their own base."""
         fields = fields.with_defaults(_DEFAULTS)
         fields.must_be_off("attn_logit_softcapping", "capping attention logits is not implemented")
         if fields.get("hidden_act") is not None:
             fields.add_problem("hidden_act: Gemma3 reads hidden_activation")
         common = fields.read_common(cls.__name__, activation=("hidden_activation", None), pad=0, tie=True, bias=False)
         common["attention_scale"] = fields.number("query_pre_attn_scalar", 256) ** -0.5
-        count = common["num_hidden_layers"]
-        spellings = ("sliding_window_pattern", "_sliding_window_pattern")
-        pattern = next(filter(None, [fields.optional_integer(key) for key in spellings]), 6)
-        types = fields.read_layer_types(count, [SLIDING if (index + 1) % pattern else FULL for index in range(count)])
-        common |= {"layer_types": types, "sliding_window": fields.check_window(types, fields.read_window())}
+        num_layers = common["num_hidden_layers"]
+        # The field has two spellings.
+        pattern = fields.optional_integer("sliding_window_pattern")
+        private_pattern = fields.optional_integer("_sliding_window_pattern")
+        interval = pattern or private_pattern or 6
+        default_types = [SLIDING if (index + 1) % interval else FULL for index in range(num_layers)]
+        layer_types = fields.read_layer_types(num_layers, default_types)
+        window = fields.check_window(layer_types, fields.read_window())
         bases = {
             FULL: read_theta(fields, "rope_theta", 1_000_000.0),
             SLIDING: read_theta(fields, "rope_local_base_freq", 10_000.0),
@@ -96,8 +102,15 @@ class Gemma3ForCausalLM(TextTower):
         ropes = read_ropes_by_kind(fields, common["max_position_embeddings"], bases, kinds)
         cap = fields.optional_number("final_logit_softcapping")
         fields.refuse_the_rest()
-        return ModelConfig(**common, ropes=ropes, final_logit_softcapping=cap, bidirectional_types=(FULL, SLIDING))
+        return ModelConfig(
+            **common,
+            layer_types=layer_types,
+            sliding_window=window,
+            ropes=ropes,
+            final_logit_softcapping=cap,
+            bidirectional_types=(FULL, SLIDING),
+        )
 
 
 class Gemma3ForConditionalGeneration(Gemma3ForCausalLM):
-    """The text tower: `text_config` describes it, the rest of the file images and tokens."""
+    """Text tower of a multimodal checkpoint. `text_config` describes it."""

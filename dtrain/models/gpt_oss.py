@@ -1,7 +1,9 @@
-"""gpt-oss (arXiv:2508.10925): every MLP is a mixture of experts with biases and a clamped gate, one layer in two sees
-a window, and each query head has a sink (`attention.blocks`).
+"""gpt-oss (arXiv:2508.10925).
 
-Files have the experts as stacks of transposed matrices, gate and up joined column by column in turn
+Every MLP is a mixture of experts with biases and a clamped activation. One layer in two has a sliding window. Each
+query head has an attention sink (`attention.blocks`).
+
+Files store the experts as stacks of transposed matrices in which the columns of gate and up alternate
 (`checkpoint.huggingface.file_rows`), and call the router `router`.
 """
 
@@ -37,7 +39,7 @@ _ROPE = {
 
 
 class Sinks(LocalParameters):
-    """A score of each query head. Files have it as the attention's own."""
+    """Attention sink of each query head, [H]. In files it belongs to the attention (`ModelConfig.unnamed_modules`)."""
 
     def __init__(self, heads: int):
         super().__init__()
@@ -57,13 +59,15 @@ class GptOssAttention(Attention):
 
 
 class GptOssLayer(SparseLayer):
-    """A sparse layer whose attention has sinks, and whose norms are rounded once."""
+    """Sparse layer whose attention has sinks."""
 
     attention = GptOssAttention
     norm = OlmoRMSNorm
 
 
 class GptOssForCausalLM(CausalLM):
+    """gpt-oss."""
+
     initial_values = {"*.mlp.gate.bias": "normal", **CausalLM.initial_values}
     plan = DECODER_PLAN | SPARSE_PLAN | {"model.layers.*.self_attn.scores": "heads"}
 
@@ -72,30 +76,43 @@ class GptOssForCausalLM(CausalLM):
 
     @classmethod
     def read(cls, fields: ModelFields) -> ModelConfig:
-        """Override `CausalLM.read`: every layer is sparse, and one in two sees a window, where `layer_types` says
-        nothing else."""
+        """Override `CausalLM.read`. Every layer is sparse. Without `layer_types`, even layers have the window."""
         fields = fields.with_defaults(_DEFAULTS)
         if fields.get("rope_parameters") is None and fields.get("rope_scaling") is None:
             fields = fields.with_defaults({"rope_parameters": _ROPE})
         common = fields.read_common(cls.__name__, kv_heads=8, head_dim=64, bias=True)
         if common["hidden_act"] != "silu":
             fields.add_problem(f"hidden_act {format_value(fields.get('hidden_act'))}: only 'silu' is implemented")
-        count = common["num_hidden_layers"]
-        types = fields.read_layer_types(count, [FULL if index % 2 else SLIDING for index in range(count)])
+        num_layers = common["num_hidden_layers"]
+        default_types = [FULL if index % 2 else SLIDING for index in range(num_layers)]
+        layer_types = fields.read_layer_types(num_layers, default_types)
         window = fields.optional_integer("sliding_window", None if "sliding_window" in fields else 128)
-        gate = fields.number("swiglu_alpha", 1.702), fields.number("swiglu_limit", 7.0)
-        fields.ignore("initial_context_length")  # that of the rope, again
+        gain, limit = fields.number("swiglu_alpha", 1.702), fields.number("swiglu_limit", 7.0)
+        fields.ignore("initial_context_length")  # also in the rope's object
         if fields.get("experts_per_token") not in (None, fields.get("num_experts_per_tok")):
             fields.add_problem("experts_per_token and num_experts_per_tok differ: they are one number under two names")
-        inner, layers = common["intermediate_size"], tuple(range(count))
-        router = RouterSettings(is_normalized=True)
         experts = fields.read_experts(
-            128, 4, inner, router, layers, is_stacked=True, has_biases=True, is_transposed=True, clamp=gate
+            count=128,
+            top=4,
+            inner=common["intermediate_size"],
+            router=RouterSettings(is_normalized=True),
+            layers=tuple(range(num_layers)),
+            is_stacked=True,
+            has_biases=True,
+            is_transposed=True,
+            clamp=(gain, limit),
         )
         if experts is None:
             fields.add_problem("num_local_experts 0: in this architecture every MLP is a mixture")
-        common |= {"layer_types": types, "sliding_window": fields.check_window(types, window), "experts": experts}
-        return fields.build_config(**common, has_sinks=True, unnamed_modules=("scores",))
+        return fields.build_config(
+            **common,
+            layer_types=layer_types,
+            sliding_window=fields.check_window(layer_types, window),
+            experts=experts,
+            has_sinks=True,
+            unnamed_modules=("scores",),
+        )
 
     def checkpoint_names(self, name: str) -> list[str]:
+        """Override `CausalLM.checkpoint_names`: files call the router `router`."""
         return [name.replace(".mlp.gate.", ".mlp.router.")]

@@ -1,7 +1,7 @@
-"""Granite 3, and the dense ones of Granite 4 (https://huggingface.co/ibm-granite): Llama's layer with four multipliers.
+"""Granite 3, and the dense models of Granite 4 (https://huggingface.co/ibm-granite): Llama's layer with four factors.
 
-They are of the embeddings, of q·k, of each residual branch, and (a divisor) of the logits. Granite 4's files have the
-names of a mixture of experts, of which the dense ones use the shared expert alone; gate and up are joined there.
+The factors multiply the embeddings, q·k and each residual branch, and divide the logits. Granite 4's files are those of
+a mixture of experts, of which the dense models only have the shared expert. Gate and up are joined in them.
 """
 
 from dataclasses import replace
@@ -17,7 +17,7 @@ from dtrain.models.common.model_fields import ModelFields
 
 
 class GraniteLayer(PreNormLayer):
-    """Decoder layer with each residual branch multiplied."""
+    """Decoder layer whose residual branches are multiplied by a factor."""
 
     def __init__(self, config: ModelConfig, index: int):
         super().__init__(config, index)
@@ -26,29 +26,34 @@ class GraniteLayer(PreNormLayer):
     def after_attention(
         self, hidden: Tensor, adapters: AdapterContext | None, attended: Tensor, context: LayerContext | None = None
     ) -> Tensor:
-        """Override `Layer.after_attention`: hidden [B, S, D], attended [B, S, H · hd] -> [B, S, D]"""
+        """Override `Layer.after_attention`."""
         hidden = hidden + self.self_attn.o_proj(attended, adapters) * self.multiplier
-        del attended  # the MLP needs its memory
-        return hidden + self.mixed(self.post_attention_layernorm(hidden), adapters) * self.multiplier
+        del attended  # free its memory for the MLP
+        return hidden + self.run_mlp(self.post_attention_layernorm(hidden), adapters) * self.multiplier
 
-    def mixed(self, normed: Tensor, adapters: AdapterContext | None) -> Tensor:
-        """[B, S, D] -> [B, S, D]"""
+    def run_mlp(self, normed: Tensor, adapters: AdapterContext | None) -> Tensor:
+        """Compute the MLP, [B, S, D] -> [B, S, D]."""
         return self.mlp(normed, adapters)
 
 
 class GraniteDecoder(Decoder):
-    """A decoder whose hidden states are divided by the logits' divisor: the head, and every loss that reaches it by
-    hidden states, then computes the logits as they are."""
+    """Decoder whose hidden states are divided by `logits_scaling`, so that the logits need not be.
+
+    The head, and every loss that reads the head's weight and hidden states, then computes scaled logits.
+    """
 
     def states(self, input_ids: Tensor, context: MicroBatchContext) -> Tensor:
-        """Override `Decoder.states`: ids [B, S] -> [B, S, D]"""
+        """Override `Decoder.states`."""
         return super().states(input_ids, context) / self.config.logits_scaling
 
     def _scale_embeddings(self, hidden: Tensor) -> Tensor:
+        """Override `Decoder._scale_embeddings`."""
         return hidden * self.config.embedding_multiplier
 
 
 class GraniteForCausalLM(CausalLM):
+    """Granite 3."""
+
     layer = GraniteLayer
 
     def __init__(self, config: ModelConfig):
@@ -56,6 +61,7 @@ class GraniteForCausalLM(CausalLM):
 
     @classmethod
     def read(cls, fields: ModelFields) -> ModelConfig:
+        """Override `CausalLM.read`."""
         fields = fields.with_defaults({"bos_token_id": 1, "eos_token_id": 2})
         common = fields.read_common(cls.__name__, bias=False)
         if "attention_multiplier" in fields and fields.get("attention_multiplier") is None:
@@ -71,7 +77,7 @@ class GraniteForCausalLM(CausalLM):
 
 
 class SharedMLP(GatedMLP):
-    """A `GatedMLP` whose last product the files call output_linear."""
+    """`GatedMLP` whose last layer has the name `output_linear`."""
 
     def __init__(self, config: ModelConfig):
         super().__init__(config)
@@ -79,32 +85,34 @@ class SharedMLP(GatedMLP):
         del self.down_proj
 
     def forward(self, x: Tensor, adapters: AdapterContext | None = None) -> Tensor:
-        """[B, S, D] -> [B, S, D]"""
+        """Override `GatedMLP.forward`."""
         x = self.enter(x)
-        mixed = gated_activation(self.gate_proj(x, adapters), self.up_proj(x, adapters), self.activation)
-        return self.output_linear(mixed, adapters)
+        inner = gated_activation(self.gate_proj(x, adapters), self.up_proj(x, adapters), self.activation)
+        return self.output_linear(inner, adapters)
 
 
 class GraniteMoeHybridLayer(GraniteLayer):
-    """The layer with its MLP under Granite 4's name."""
+    """Layer whose MLP has the name `shared_mlp`."""
 
     def __init__(self, config: ModelConfig, index: int):
         super().__init__(config, index)
         del self.mlp
         self.shared_mlp = SharedMLP(config)
 
-    def mixed(self, normed: Tensor, adapters: AdapterContext | None) -> Tensor:
-        """Override `GraniteLayer.mixed`: [B, S, D] -> [B, S, D]"""
+    def run_mlp(self, normed: Tensor, adapters: AdapterContext | None) -> Tensor:
+        """Override `GraniteLayer.run_mlp`."""
         return self.shared_mlp(normed, adapters)
 
 
 _DENSE = "only Granite 4's dense models are read, such as ibm-granite/granite-4.0-micro"
-# Of experts and mamba layers, which dense models do not have.
+# Fields for experts and mamba layers, which dense models do not have.
 _UNUSED = """num_experts_per_tok output_router_logits router_aux_loss_coef time_step_limit init_method mamba_n_heads
 mamba_n_groups mamba_d_state mamba_d_head mamba_d_conv mamba_expand mamba_chunk_size mamba_conv_bias mamba_proj_bias"""
 
 
 class GraniteMoeHybridForCausalLM(GraniteForCausalLM):
+    """Dense models of Granite 4."""
+
     layer = GraniteMoeHybridLayer
     plan = {
         name.replace(".mlp", ".shared_mlp").replace("down_proj", "output_linear"): style
@@ -113,18 +121,20 @@ class GraniteMoeHybridForCausalLM(GraniteForCausalLM):
 
     @classmethod
     def read(cls, fields: ModelFields) -> ModelConfig:
+        """Override `CausalLM.read`."""
         fields = fields.with_defaults({"intermediate_size": 11_008, "position_embedding_type": "none"})
         fields.ignore(*_UNUSED.split(), "layers_block_type")
         fields.must_be_off("mlp_bias", "the MLPs of this architecture have no biases")
-        experts = fields.integer("num_local_experts", 8, minimum=0)
-        if experts:
-            fields.add_problem(f"num_local_experts {experts}: a mixture of experts; {_DENSE}")
+        num_experts = fields.integer("num_local_experts", 8, minimum=0)
+        if num_experts:
+            fields.add_problem(f"num_local_experts {num_experts}: a mixture of experts; {_DENSE}")
         types = fields.get("layers_block_type") or fields.get("layer_types") or []
         if not isinstance(types, list) or not types or any(kind not in ("attention", FULL) for kind in types):
             fields.add_problem(f"layer_types {format_value(types or 'missing')}: layers of mamba; {_DENSE}")
-        for key, only in (("position_embedding_type", "rope"), ("normalization_function", "rmsnorm")):
-            fields.choice(key, (only,), only)
-        inner = fields.integer("shared_intermediate_size", 1024)
-        # Said already; the rest of the file is that of Granite 3.
+        fields.choice("position_embedding_type", ("rope",), "rope")
+        fields.choice("normalization_function", ("rmsnorm",), "rmsnorm")
+        intermediate_size = fields.integer("shared_intermediate_size", 1024)
+        # `layer_types` is checked above. The other fields are those of Granite 3.
         config = super().read(fields.without("layer_types"))
-        return replace(config, intermediate_size=inner, fused_modules={"input_linear": ("gate_proj", "up_proj")})
+        fused_modules = {"input_linear": ("gate_proj", "up_proj")}
+        return replace(config, intermediate_size=intermediate_size, fused_modules=fused_modules)

@@ -1,7 +1,8 @@
-"""Mistral (arXiv:2310.06825), Mixtral (arXiv:2401.04088), and Mistral Small 3.1 and 3.2 and Ministral 3
-(https://huggingface.co/mistralai), alone or as the text tower of a multimodal checkpoint. Llama's layer, with a sliding
-window where the config has one; Ministral 3 scales queries by their position, as Llama 4 does, and each MLP of Mixtral
-is a mixture of experts.
+"""Mistral (arXiv:2310.06825), Mixtral (arXiv:2401.04088), Mistral Small 3.1 and 3.2, and Ministral 3
+(https://huggingface.co/mistralai), also as the text tower of a multimodal checkpoint.
+
+They have Llama's layer, with a sliding window if the config has one. Ministral 3 scales queries by their position, as
+Llama 4 does. Each MLP of Mixtral is a mixture of experts.
 """
 
 from typing import Any
@@ -19,39 +20,56 @@ from dtrain.models.llama import LlamaForCausalLM
 
 
 class MistralForCausalLM(LlamaForCausalLM):
+    """Mistral."""
+
     @classmethod
     def read(cls, fields: ModelFields) -> ModelConfig:
+        """Override `CausalLM.read`."""
         return fields.build_config(**fields.read_common(cls.__name__, kv_heads=8), sliding_window=fields.read_window())
 
 
 class ScaledAttention(Attention):
-    """Attention whose queries are multiplied by a number of each position."""
+    """Attention whose queries are multiplied by a factor of their position."""
 
     def project_queries(self, hidden: Tensor, rotary: Rotary, adapters: AdapterContext | None) -> tuple[Tensor, ...]:
-        """Override `Attention.project_queries`; rotary: the tables, and the queries' scale [B or 1, S, 1, 1]"""
+        """Override `Attention.project_queries`.
+
+        `rotary` has the rotary tables and the factor of each position, [B or 1, S, 1, 1].
+        """
         (q,) = super().project_queries(hidden, rotary, adapters)
-        return (q * rotary[2],)
+        _, _, position_scale = rotary
+        return (q * position_scale,)
 
 
 class ScaledLayer(PreNormLayer):
+    """Layer whose queries are scaled by their position."""
+
     attention = ScaledAttention
 
 
 class ScaledDecoder(Decoder):
-    """A decoder that hands its layers the queries' scale beside the rotary tables."""
+    """Decoder that also computes the factors of queries by position."""
 
     def make_rotary(
-        self, rope: Rope, head_dim: int, positions: Tensor, dtype: torch.dtype, held: dict[Any, Tensor] | None
+        self,
+        rope: Rope,
+        head_dim: int,
+        positions: Tensor,
+        dtype: torch.dtype,
+        frequency_cache: dict[Any, Tensor] | None,
     ) -> Rotary:
-        """Override `Decoder.make_rotary`, and 1 + beta · ln(1 + floor(position / original length)), in max(float32,
-        dtype) and rounded: [B or 1, S, 1, 1]"""
+        """Override `Decoder.make_rotary`. Adds the factor of each position, [B or 1, S, 1, 1].
+
+        It is 1 + beta · ln(1 + floor(position / original length)), computed in max(float32, dtype) and rounded.
+        """
         wide = torch.promote_types(dtype, torch.float32)
-        lengths = torch.floor(positions.to(wide) / rope.original_max_positions)
-        scale = (1 + rope.query_beta * torch.log1p(lengths)).to(dtype)
-        return *super().make_rotary(rope, head_dim, positions, dtype, held), scale[..., None, None]
+        num_lengths = torch.floor(positions.to(wide) / rope.original_max_positions)
+        scale = (1 + rope.query_beta * torch.log1p(num_lengths)).to(dtype)
+        tables = super().make_rotary(rope, head_dim, positions, dtype, frequency_cache)
+        return *tables, scale[..., None, None]
 
 
-# What Ministral 3's files may leave out, and the same of Mistral Small's text_config.
+# Fields that Ministral 3's files, and the text_config of Mistral Small, may leave out.
 _MINISTRAL3_DEFAULTS = {
     "vocab_size": 131_072,
     "hidden_size": 4096,
@@ -75,6 +93,8 @@ _MINISTRAL3_DEFAULTS = {
 
 
 class Ministral3ForCausalLM(TextTower):
+    """Ministral 3."""
+
     tower_prefixes = ("language_model.model.", "model.language_model.")
     head_prefixes = ("lm_head.", "language_model.lm_head.")
     carried_patterns = (r"(model\.)?(vision_tower|multi_modal_projector)\..*",)
@@ -85,6 +105,7 @@ class Ministral3ForCausalLM(TextTower):
 
     @classmethod
     def read(cls, fields: ModelFields) -> ModelConfig:
+        """Override `CausalLM.read`."""
         fields = fields.with_defaults(_MINISTRAL3_DEFAULTS)
         common = fields.read_common(cls.__name__, kv_heads=8, head_dim=128, pad=11)
         window = fields.optional_integer("sliding_window")
@@ -92,37 +113,49 @@ class Ministral3ForCausalLM(TextTower):
 
 
 class Mistral3ForConditionalGeneration(Ministral3ForCausalLM):
-    """A text tower of either kind. Where neither level of its config says so it is untied, as the published files
-    are."""
+    """Text tower of a multimodal checkpoint: Mistral's or Ministral 3's text model.
+
+    It is untied if neither level of the config has `tie_word_embeddings`, as the published files are.
+    """
 
     @classmethod
     def read(cls, fields: ModelFields) -> ModelConfig:
+        """Override `CausalLM.read`."""
         is_scaled = fields.get("model_type") == "ministral3"
-        return super().read(fields) if is_scaled else MistralForCausalLM.read(fields)
+        if is_scaled:
+            return super().read(fields)
+        return MistralForCausalLM.read(fields)
 
 
-# What Mixtral's files call an expert's matrices.
-_MIXTRAL = {"gate_proj.weight": "w1.weight", "down_proj.weight": "w2.weight", "up_proj.weight": "w3.weight"}
+# The model's names of an expert's matrices -> those of Mixtral's files.
+_MIXTRAL_NAMES = {"gate_proj.weight": "w1.weight", "down_proj.weight": "w2.weight", "up_proj.weight": "w3.weight"}
 
 
 class MixtralForCausalLM(CausalLM):
+    """Mixtral."""
+
     plan = DECODER_PLAN | SPARSE_PLAN
     layer = SparseLayer
 
     @classmethod
     def read(cls, fields: ModelFields) -> ModelConfig:
-        defaults = {"rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 2, "rope_theta": 1_000_000.0}
-        fields = fields.with_defaults(defaults)
+        """Override `CausalLM.read`."""
+        fields = fields.with_defaults(
+            {"rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 2, "rope_theta": 1_000_000.0}
+        )
         common = fields.read_common(cls.__name__, kv_heads=8)
-        window, layers = fields.optional_integer("sliding_window"), tuple(range(common["num_hidden_layers"]))
+        window = fields.optional_integer("sliding_window")
         fields.must_be_off("router_jitter_noise", "noise on what is routed is not implemented; set it to 0.0")
-        experts = fields.read_experts(8, 2, common["intermediate_size"], RouterSettings(is_normalized=True), layers)
+        all_layers = tuple(range(common["num_hidden_layers"]))
+        router = RouterSettings(is_normalized=True)
+        experts = fields.read_experts(8, 2, common["intermediate_size"], router, all_layers)
         return fields.build_config(**common, sliding_window=window, experts=experts)
 
     def checkpoint_names(self, name: str) -> list[str]:
-        before, of_mlp, after = name.partition(".mlp.")
-        if not of_mlp:
+        """Override `CausalLM.checkpoint_names`: files name the MLP and its matrices otherwise."""
+        layer, separator, in_mlp = name.partition(".mlp.")
+        if not separator:
             return [name]
-        for ours, theirs in _MIXTRAL.items():
-            after = after.replace(ours, theirs)
-        return [f"{before}.block_sparse_moe.{after}"]
+        for model_name, file_name in _MIXTRAL_NAMES.items():
+            in_mlp = in_mlp.replace(model_name, file_name)
+        return [f"{layer}.block_sparse_moe.{in_mlp}"]

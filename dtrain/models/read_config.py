@@ -1,7 +1,8 @@
-"""config.json, as transformers 4 and 5 write it, to one `ModelConfig`. Loads torch with the family, when it reads one.
+"""Reading a config.json, as transformers 4 and 5 write it, into a `ModelConfig`.
 
-Every field of the file is used, known to change nothing, or refused by name, all problems at once. The family reads
-its own (`CausalLM.read`); what families share is in `common.model_fields`, rotary scaling in `common.rope_config`.
+Every field of the file is used, known to change no number, or refused by name. All problems are reported together. A
+family reads its own fields (`CausalLM.read`). `common.model_fields` reads what families share, and `common.rope_config`
+the rotary embedding. torch is loaded with the family, when a file names it.
 """
 
 import re
@@ -20,13 +21,20 @@ from dtrain.models.registry import FAMILIES, architecture_of_classifier, archite
 from dtrain.recipe.shipped import how_to_make
 
 MAX_PARAMETERS = 10**14
+"""A config with more parameters than this is taken for a mistake."""
 
 
 def read_config(directory: str | Path, labels: int | None = None, vision: bool = False) -> ModelConfig:
-    """The model described by `directory`/config.json. Raises UserError listing everything that cannot be used.
+    """Read the config of the model in a directory.
 
-    labels: None for a language model alone; n for a classifier of n outputs, which a language model's files begin; 0
-    for whichever the files are. vision: with the tower for images, of a model that has one.
+    Args:
+        directory: Directory with a config.json.
+        labels: None if the model must be a language model. n for a classifier of n outputs, which may start from a
+            language model. 0 for a classifier of any number of outputs or a language model, whichever the files are.
+        vision: Whether to read the vision tower too, of a model that has one.
+
+    Raises:
+        UserError: With everything that cannot be used.
     """
     directory = Path(directory)
     path = directory / "config.json"
@@ -41,15 +49,15 @@ _GGUF = "dtrain reads no GGUF, the files of llama.cpp: give the original model, 
 
 
 def _instead(directory: Path) -> str:
-    """Return what to add where `directory` holds something else."""
+    """Return the end of an error message that names what `directory` contains in place of a model."""
     if any(directory.glob("*.gguf")):
         return f"; {_GGUF}"
     if (directory / "export" / "config.json").is_file():
         return f"; this is a run's, so set model.path={directory / 'export'}"
     if (directory / "checkpoints").is_dir():
         return f"; this is a run's: `dtrain export {directory} OUT`, and set model.path=OUT"
-    inner = next((path.parent for path in sorted(directory.glob("*/config.json"))), None)
-    return f"; there is one in {inner}" if inner else ""
+    inner_configs = sorted(directory.glob("*/config.json"))
+    return f"; there is one in {inner_configs[0].parent}" if inner_configs else ""
 
 
 def _no_directory(name: str) -> str:
@@ -72,19 +80,32 @@ def _no_directory(name: str) -> str:
 def parse_config(
     values: dict[str, Any], where: str = "config.json", labels: int | None = None, vision: bool = False
 ) -> ModelConfig:
-    """The model that the fields of a config.json describe; `where` names the file in errors (UserError); labels,
-    vision: as of `read_config`."""
-    own, named = num_classifier_outputs(values), None
-    if own is not None:
-        named = values["architectures"][0]
-        values = {**values, "architectures": [architecture_of_classifier(named)]}
+    """Return the config that the fields of a config.json describe.
+
+    Args:
+        values: The fields.
+        where: Name of the file in errors.
+        labels: As in `read_config`.
+        vision: As in `read_config`.
+
+    Raises:
+        UserError: With everything that cannot be used.
+    """
+    written_outputs = num_classifier_outputs(values)
+    classifier = None
+    if written_outputs is not None:
+        classifier = values["architectures"][0]
+        values = {**values, "architectures": [architecture_of_classifier(classifier)]}
     architecture = _architecture(values, where)
     problems: list[str] = []
     quantization = values.get("quantization_config")
     values = {key: value for key, value in values.items() if key != "quantization_config"}
     model, fields = load_class(architecture), ModelFields(values, problems)
-    is_multimodal = FAMILIES[architecture].text_tower is not None
-    config: ModelConfig = fields.read_text_tower(architecture, model, vision) if is_multimodal else model.read(fields)
+    config: ModelConfig
+    if FAMILIES[architecture].text_tower is not None:
+        config = fields.read_text_tower(architecture, model, vision)
+    else:
+        config = model.read(fields)
     if quantization:
         config = replace(config, unquantized_modules=read_unquantized_modules(quantization, problems))
     if not problems and config.num_parameters > MAX_PARAMETERS:
@@ -92,44 +113,74 @@ def parse_config(
             f"sizes of {config.num_parameters:,} parameters, {config.num_parameters * 2 >> 40:,} TiB in bfloat16: "
             "no memory holds them; check vocab_size, hidden_size, intermediate_size and num_hidden_layers"
         )
-    if labels is not None and (labels or own):
-        if FAMILIES[architecture].classifier is None:
+    config = _with_classifier_head(config, labels, written_outputs, problems)
+    if problems:
+        lines = [f"{where}: {classifier or architecture} with"]
+        lines += [f"  - {problem}" for problem in problems]
+        raise UserError("\n".join(lines))
+    return config
+
+
+def _with_classifier_head(
+    config: ModelConfig, labels: int | None, written_outputs: int | None, problems: list[str]
+) -> ModelConfig:
+    """Return the config with the head of a classifier, if one is asked for. Problems are added to `problems`.
+
+    Args:
+        config: Config of the language model.
+        labels: As in `read_config`.
+        written_outputs: Outputs of the classifier in the files. None if the files are those of a language model.
+        problems: Problems found so far.
+    """
+    if labels is not None and (labels or written_outputs):
+        if FAMILIES[config.architecture].classifier is None:
             names = ", ".join(name for name, family in FAMILIES.items() if family.classifier)
             problems.append(f"no head of classes or rewards; there is one for: {names}")
-        if own and labels not in (0, own):
-            problems.append(f"a head of {own} outputs where {labels} are asked for: set reward.num_labels={own}")
-        config = replace(config, num_labels=labels or own, has_new_head=own is None, tie_word_embeddings=False)
-    elif own:
-        outputs = "outputs" if own > 1 else "output"
+        if written_outputs and labels not in (0, written_outputs):
+            problems.append(
+                f"a head of {written_outputs} outputs where {labels} are asked for: set "
+                f"reward.num_labels={written_outputs}"
+            )
+        has_new_head = written_outputs is None
+        num_labels = labels or written_outputs
+        return replace(config, num_labels=num_labels, has_new_head=has_new_head, tie_word_embeddings=False)
+    if written_outputs:
+        outputs = "outputs" if written_outputs > 1 else "output"
         problems.append(
-            f"a head of {own} {outputs} in place of the vocabulary: it rates or classifies texts and "
+            f"a head of {written_outputs} {outputs} in place of the vocabulary: it rates or classifies texts and "
             "writes none. method=reward trains it; elsewhere give a language model"
-        )
-    if problems:
-        raise UserError(
-            "\n".join([f"{where}: {named or architecture} with", *(f"  - {problem}" for problem in problems)])
         )
     return config
 
 
 def num_classifier_outputs(values: Mapping[str, Any]) -> int | None:
-    """Return how many outputs the head of a classifier has, by its config.json; None for another model. transformers
-    writes names for them where they are not two."""
-    written = values.get("architectures")
-    named = written[0] if isinstance(written, list) and written else None
-    if architecture_of_classifier(named) is None:
+    """Return the number of outputs of a classifier's head. None if a config.json is not that of a classifier.
+
+    transformers writes `id2label` if there are not two outputs.
+
+    Example:
+        >>> num_classifier_outputs({"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "reward"}})
+        1
+        >>> num_classifier_outputs({"architectures": ["LlamaForCausalLM"]}) is None
+        True
+    """
+    architectures = values.get("architectures")
+    architecture = architectures[0] if isinstance(architectures, list) and architectures else None
+    if architecture_of_classifier(architecture) is None:
         return None
-    names, count = values.get("id2label"), values.get("num_labels")
-    outputs = len(names) if isinstance(names, dict) and names else count
-    return outputs if isinstance(outputs, int) and outputs > 0 else 2
+    names = values.get("id2label")
+    num_outputs = len(names) if isinstance(names, dict) and names else values.get("num_labels")
+    return num_outputs if isinstance(num_outputs, int) and num_outputs > 0 else 2
 
 
 def _architecture(values: dict[str, Any], where: str) -> str:
-    kind = values.get("model_type")
-    named = values.get("architectures") or [architecture_of_model_type(kind) or kind]
-    named = named if isinstance(named, list) else [named]
-    for name in named:
+    """Return the key of `FAMILIES` for a config.json. Raises UserError if there is none."""
+    model_type = values.get("model_type")
+    names = values.get("architectures") or [architecture_of_model_type(model_type) or model_type]
+    if not isinstance(names, list):
+        names = [names]
+    for name in names:
         if isinstance(name, str) and name in FAMILIES:
             return name
-    names = " or ".join(map(str, named[:5]))[:200]
-    raise UserError(f"{where}: architecture {names} is not supported; there are: {', '.join(FAMILIES)}")
+    shown_names = " or ".join(map(str, names[:5]))[:200]
+    raise UserError(f"{where}: architecture {shown_names} is not supported; there are: {', '.join(FAMILIES)}")

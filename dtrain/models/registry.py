@@ -1,9 +1,12 @@
-"""Registry of the families: the file of each architecture, loaded when a config.json names it. Imports no torch.
+"""Registry of the model families: the module of each architecture, loaded when a config.json names it.
 
-A family is one file. It has a class of the architecture's name, which derives from `models.common.decoder.CausalLM`:
-its `plan` lays it out under tensor parallelism, its `read` makes a `ModelConfig` of a config.json. A file of your own
-needs a row, too, which each process of a run adds before it reads a config.json. A script that calls `dtrain.run` does
-so, started by torchrun, or by python for one process:
+Imports no torch. A family is one file with a class of the architecture's name, derived from
+`models.common.decoder.CausalLM`: its `plan` is the tensor-parallel plan, and its `read` makes a `ModelConfig` of a
+config.json.
+
+A family of your own also needs a row in this registry. Each process of a run must add the row before it reads a
+config.json. So add it in a script that calls `dtrain.run`, and start the script by torchrun, or by python for one
+process:
 
     FAMILIES["NormLlamaForCausalLM"] = Family("norm_llama", "my_models.norm_llama")
 """
@@ -15,9 +18,15 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Family:
-    """Row of an architecture. model_type: its name in files without `architectures`, such as those that models from
-    scratch are described by; module: its file; classifier: its twin whose head has an output for each class, or one: a
-    reward; text_tower: of a multimodal model the model_type of its language model alone."""
+    """Registry row of an architecture.
+
+    Attributes:
+        model_type: Name in files without `architectures`, such as the configs of models that are trained from scratch.
+        module: Module with the class of the architecture.
+        classifier: transformers' class of the same model with a head for classes, or for one reward. None if dtrain has
+            no such head.
+        text_tower: For a multimodal model, the model_type of its language model. None for a text model.
+    """
 
     model_type: str
     module: str
@@ -56,15 +65,33 @@ FAMILIES = {
 
 
 def load_class(architecture: str) -> type[Any]:
-    """Return the class, a `CausalLM`, of an architecture that has a row. Loads its file, and torch."""
+    """Return the class, a `CausalLM`, of a registered architecture. Loads its module, and torch."""
     return getattr(import_module(FAMILIES[architecture].module), architecture)
 
 
 def architecture_of_model_type(model_type: object) -> str | None:
-    """Return the architecture of a model_type; None where no row has it."""
-    return next((name for name, family in FAMILIES.items() if family.model_type == model_type), None)
+    """Return the architecture with a model_type. None if there is none.
+
+    Example:
+        >>> architecture_of_model_type("qwen3")
+        'Qwen3ForCausalLM'
+    """
+    for architecture, family in FAMILIES.items():
+        if family.model_type == model_type:
+            return architecture
+    return None
 
 
 def architecture_of_classifier(classifier: object) -> str | None:
-    """Return the architecture whose classifier it is; None for the name of anything else."""
-    return next((name for name, family in FAMILIES.items() if family.classifier == classifier is not None), None)
+    """Return the architecture with a classifier of this name. None if there is none.
+
+    Example:
+        >>> architecture_of_classifier("Qwen3ForSequenceClassification")
+        'Qwen3ForCausalLM'
+    """
+    if classifier is None:
+        return None
+    for architecture, family in FAMILIES.items():
+        if family.classifier == classifier:
+            return architecture
+    return None

@@ -24,7 +24,9 @@ def batch_of(*documents):
 
 def part(rank, size):
     """The share of a tensor-parallel rank, as `TensorParallel` says it."""
-    return SimpleNamespace(rank=rank, size=size, sequence=True, first=lambda length: rank * length // size)
+    return SimpleNamespace(
+        rank=rank, size=size, sequence_parallel=True, local_start=lambda length: rank * length // size
+    )
 
 
 def dropped(batch, *, seed=0, step=0, number=0, tp=None, cut=None):
@@ -32,9 +34,9 @@ def dropped(batch, *, seed=0, step=0, number=0, tp=None, cut=None):
     settings = AdapterSettings(AdapterConfig(dropout=SHARE), seed)
     rows, length = batch["input_ids"].shape
     ones = torch.ones(rows, length // (cut.size if cut else 1), WIDTH // (tp.size if tp else 1))
-    layer = SimpleNamespace(training=True, in_features=WIDTH, tp=tp, cut=cut)
+    layer = SimpleNamespace(training=True, in_features=WIDTH, tp=tp, sequence_tp=cut)
     context = AdapterContext(dropout_tokens=settings.dropout_tokens(batch, step))
-    return Adapter(1.0, False, number, settings)._dropped(layer, ones, context)
+    return Adapter(1.0, False, number, settings)._apply_dropout(layer, ones, context)
 
 
 FIRST, SECOND = list(range(LENGTH)), list(range(7, 7 + LENGTH))

@@ -151,7 +151,7 @@ def test_nothing_dequantized_is_kept_for_the_backward(tmp_path):
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         model(torch.arange(10)[None]).sum().backward()
-    matrices = {tuple(sorted(layer.matrix(local_tensor).shape)) for layer in linears(model).values()}
+    matrices = {tuple(sorted(layer.dense_weight(local_tensor).shape)) for layer in linears(model).values()}
     assert (torch.uint8, (256, 64)) in kept and (torch.int32, (256, 2)) in kept
     assert not [one for one in kept if one[0].is_floating_point and tuple(sorted(one[1])) in matrices]
 

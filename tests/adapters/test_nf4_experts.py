@@ -121,7 +121,7 @@ def test_stacks_are_rounded_tile_by_tile_and_held_in_9_16_of_a_byte(tmp_path, fa
         )
     for (name, mine), (_, theirs) in zip(model.named_modules(), right.named_modules(), strict=True):
         if hasattr(mine, "weight_codes"):
-            assert torch.equal(mine.matrix(), theirs.weight), name
+            assert torch.equal(mine.dense_weight(), theirs.weight), name
     coded = {model.config.file_module(name) for name, layer in model.named_modules() if hasattr(layer, "weight_codes")}
     assert coded == set(nf4_layer_shapes(model.config))
     assert not [name for name in coded if name.endswith(("router.proj", "mlp.gate", "shared_expert_gate"))]

@@ -49,7 +49,11 @@ def rows_of(name, model_config):
     grids = [grid for some in CASES[name].grids for grid in some]
     patches = sum(height * width for _, height, width in grids)
     generator = torch.Generator().manual_seed(1)
-    return token_rows(CASES[name]), torch.rand(patches, model_config.vision.values, generator=generator).double(), grids
+    return (
+        token_rows(CASES[name]),
+        torch.rand(patches, model_config.vision.values_per_patch, generator=generator).double(),
+        grids,
+    )
 
 
 def saved_run(rank, recipe, name, resumes=False):

@@ -11,7 +11,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from dtrain import models
 from dtrain.base.randomness import random_key
-from dtrain.models.building import _normal
+from dtrain.models.building import _standard_normal
 from tests.models.oracle import VARIANTS
 from tests.world import run_world
 
@@ -27,7 +27,7 @@ def initialised(variant="llama-pad", seed=0, dtype=torch.float32):
 
 
 def test_normals_have_the_moments_of_a_normal():
-    draws = _normal(torch.arange(400_000), random_key(0, "x"))
+    draws = _standard_normal(torch.arange(400_000), random_key(0, "x"))
     n = draws.numel()
     assert abs(draws.mean()) < 4 / math.sqrt(n)
     assert abs(draws.var() - 1) < 4 * math.sqrt(2 / n)
@@ -35,7 +35,7 @@ def test_normals_have_the_moments_of_a_normal():
     assert abs(draws.pow(4).mean() - 3) < 4 * math.sqrt(96 / n)
     for lag in (1, 2, 48, 4096):
         assert abs((draws[lag:] * draws[:-lag]).mean()) < 4 / math.sqrt(n)
-    assert abs((draws * _normal(torch.arange(n), random_key(0, "y"))).mean()) < 4 / math.sqrt(n)
+    assert abs((draws * _standard_normal(torch.arange(n), random_key(0, "y"))).mean()) < 4 / math.sqrt(n)
     assert draws.isfinite().all() and draws.unique().numel() > n - 2
 
 
@@ -43,7 +43,7 @@ def test_splitmix64_is_the_published_generator():
     """The reference generator started at 1234567 gives 6457827717110365317 first (Vigna's splitmix64.c)."""
     gamma, mask = 0x9E3779B97F4A7C15, 2**64 - 1
     # the generator adds gamma, then mixes; ours mixes index * gamma + key
-    uniform = (torch.erf(_normal(torch.tensor([1]), 1234567) / math.sqrt(2)) + 1) / 2
+    uniform = (torch.erf(_standard_normal(torch.tensor([1]), 1234567) / math.sqrt(2)) + 1) / 2
     assert abs(uniform.item() - 6457827717110365317 / 2**64) < 1e-12
     assert (1 * gamma + 1234567) & mask == (1234567 + gamma) & mask
 

@@ -165,7 +165,7 @@ def test_longrope_refuses_what_its_short_factors_are_not_for(tmp_path):
     with torch.no_grad():
         short, long = theirs(ids[:, :96]).logits, theirs(ids).logits[:, :96]
         assert (model(ids[:, :96]) - short).abs().max() < 2e-5 < 1e-2 < (long - short).abs().max()
-    with pytest.raises(ValueError, match="rows of 97 tokens: with LongRoPE this model takes 96"):
+    with pytest.raises(ValueError, match="97 tokens, and with LongRoPE this model takes documents of at most 96"):
         model(ids)
     asked = [ids[0, :90].tolist()]
     with pytest.raises(UserError, match="may come to 97 tokens.*takes 96; lower max_new_tokens=7"):

@@ -125,7 +125,7 @@ def images_of(case: Case, ids, pixels, config) -> Images:
     rotary_ids = ends = None
     if any(rope.sections for rope in config.ropes.values()):
         rotary_ids = torch.stack([rotary_positions(row, some) for row, some in zip(is_image, sizes, strict=True)])
-    if config.bidirectional:
+    if config.bidirectional_types:
         lengths = [[t * h * w for t, h, w in some] for some in sizes]
         ends = torch.stack([image_ends(row, some) for row, some in zip(is_image, lengths, strict=True)])
     return Images(pixels, grids, feature_index(is_image.flatten()).view_as(ids), rotary_ids, ends)

@@ -39,7 +39,7 @@ def batch_of(case, config):
     """Rows with two images, one, none and, padded, one."""
     ids = token_rows(case)
     patches = sum(height * width for grids in case.grids for _, height, width in grids)
-    pixels = torch.rand(patches, config.vision.values, generator=torch.Generator().manual_seed(1)).double()
+    pixels = torch.rand(patches, config.vision.values_per_patch, generator=torch.Generator().manual_seed(1)).double()
     images = images_of(case, ids, pixels, config)
     order = [0, 1, 2, 1]
     labels = ids.roll(-1, 1).masked_fill((ids == IMAGE).roll(-1, 1), -100)

@@ -95,8 +95,8 @@ def test_steps_of_other_lengths_take_no_more_of_the_host_than_the_longest(kind, 
         buffers = [memory.send(torch.zeros(part * length, dtype=torch.uint8)) for part in parts]
         assert all(buffer.numel() >= part * length for buffer, part in zip(buffers, parts, strict=True))
         for buffer in buffers:
-            memory.give(buffer)
-        assert memory.bytes <= most * longest
+            memory.release(buffer)
+        assert memory.allocated_bytes <= most * longest
 
 
 class Sizes(offload.HostMemory):

@@ -35,7 +35,7 @@ def iterate_prompts(case, config):
     for ids, length, grids in zip(rows, LENGTHS, case.grids, strict=True):
         ids = ids[None, :length]
         patches = sum(rows * columns for _, rows, columns in grids)
-        pixels = torch.rand(patches, config.vision.values, generator=generator, dtype=torch.float64)
+        pixels = torch.rand(patches, config.vision.values_per_patch, generator=generator, dtype=torch.float64)
         images = images_of(replace(case, grids=(grids,)), ids, pixels, config) if grids else None
         prompts.append((ids, pixels, grids, images))
     return prompts

@@ -281,7 +281,7 @@ class BaseWeights:
             layer, held = self._coded[name]
             parts = {part: torch.empty_like(layer.get_parameter(part), device="cpu") for part in nf4.PARTS}
             quantized.fill_codes(self.files, source, *parts.values())
-            return held.matrix(parts.__getitem__)
+            return held.dense_weight(parts.__getitem__)
         stored = source.read(self.files)
         return stored if self.dtype is None else stored.to(widen_exact(self.dtype, name in self._exact))
 

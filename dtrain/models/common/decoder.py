@@ -1,11 +1,21 @@
-"""The decoder that all families share, and the parts they choose from. Module names are Hugging Face's.
+"""The decoder that all families share, and the layers and attention they choose from.
 
-A forward makes what all layers of one type share once (rotary tables, the kernel's form of the mask) and passes it down
-as `layer(hidden, layer_context)` (`micro_batch` has the data flow). With a cache there is no mask because the cache
-attends itself. A layer is two functions of tensors, before attention and after it, which may be compiled. Attention and
-mixtures of experts read the micro-batch's context and are not compiled.
-Letters: B rows, S tokens, D hidden size, H query heads, kv key heads, hd head size, F MLP size, V vocabulary; heads and
-F are counted from the projections' outputs, which may be one rank's share.
+Module names are Hugging Face's, so that checkpoints need no key map. A forward runs as follows:
+
+    CausalLM.forward           token ids -> logits; losses call `with_head` instead and never build the logits
+      Decoder.states           embeddings, all layers, final norm
+        layer_contexts         rotary tables and attention masks, made once for all layers of one type
+        layer(hidden, layer_context)
+          before_attention     norm, q, k and v projections, rotary embedding
+          mixer                attention, or linear attention
+          after_attention      output projection, residual, norm, MLP, residual
+
+`before_attention` and `after_attention` only take tensors and the context of adapters, so they may be compiled.
+Attention and mixtures of experts read the micro-batch's context and are not compiled. `micro_batch` describes the
+contexts.
+
+Letters in shapes: B rows, S tokens, D hidden size, H query heads, kv key heads, hd head size, F MLP size, V vocabulary.
+Under tensor parallelism H, kv and F are this rank's share, because they follow from the sharded projections.
 """
 
 from collections.abc import Callable, Mapping
@@ -54,7 +64,7 @@ if TYPE_CHECKING:
     from dtrain.attention.linear.layer import LinearMask
     from dtrain.models.vision.common import VisionTower
 
-# Module pattern -> style under tensor parallelism (a plan is data: parallel/ applies it, `dtrain plan` prints it).
+# Tensor-parallel plan: module pattern -> style. `parallel.apply` applies it, and `dtrain plan` prints it.
 DECODER_PLAN = {
     "model": "decoder",
     "model.embed_tokens": "vocab_embedding",
@@ -72,20 +82,34 @@ DECODER_PLAN = {
     "model.norm": "sequence",
     "lm_head": "vocab_head",
 }
+# To be added to the plan of families that normalise each head of q and k.
 QK_NORMS = {"model.layers.*.self_attn.q_norm": "head_norm", "model.layers.*.self_attn.k_norm": "head_norm"}
 
 
 class Mixer(Block):
-    """Base of the modules by which a layer mixes tokens. `project`, before: hidden [B, S, D], normed, and the rotary
-    tables to what `forward` takes before the mask; `forward`, between tokens; `output`, after: to [B, S, D]."""
+    """Base of the modules by which a layer mixes tokens: attention and linear attention.
+
+    A layer calls three methods. `project` and `output` compute each token by itself, so they may be compiled.
+
+        project   normed hidden states [B, S, D] and rotary tables -> the tensors that `forward` takes before the mask
+        forward   mixes tokens
+        output    the result of `forward` -> [B, S, D]
+    """
 
     project: Callable[[Tensor, Rotary, AdapterContext | None], tuple[Tensor, ...]]
     output: Callable[[Tensor, AdapterContext | None], Tensor]
 
 
 class Attention(Mixer):
-    """Grouped-query attention (arXiv:2305.13245) with rotary positions. `kernel` is set when the model is built.
-    qk_norm: of the heads of q and k, in a family that norms them."""
+    """Grouped-query attention (arXiv:2305.13245) with rotary positions.
+
+    Attributes:
+        kernel: Attention kernel, set when the model is built.
+        qk_norm: Class of the norms of the heads of q and k, in a family that has them.
+        index: Number of the layer.
+        head_dim: Size of a head of q and k.
+        scale: Factor of the scores.
+    """
 
     kernel: Kernel
     qk_norm: type[nn.Module] | None = None
@@ -99,89 +123,127 @@ class Attention(Mixer):
         self.add_projections(config, heads)
 
     def add_projections(self, config: ModelConfig, heads: KVHeads) -> None:
-        """Add the projections, and norms of heads."""
-        hidden, query = config.hidden_size, config.num_attention_heads * heads.head_dim
-        self.q_proj = Linear(hidden, query, bias=config.qkv_bias)
-        self.k_proj, self.v_proj = (
-            Linear(hidden, heads.count * heads.head_dim, bias=config.qkv_bias) for _ in range(2)
-        )
-        self.k_proj.key_heads = self.v_proj.key_heads = heads.count
-        self.o_proj = Linear(query, hidden, bias=config.o_bias)
+        """Add the projections, and the norms of heads if the family has some."""
+        hidden_size = config.hidden_size
+        q_size = config.num_attention_heads * heads.head_dim
+        kv_size = heads.count * heads.head_dim
+        self.q_proj = Linear(hidden_size, q_size, bias=config.qkv_bias)
+        self.k_proj = Linear(hidden_size, kv_size, bias=config.qkv_bias)
+        self.v_proj = Linear(hidden_size, kv_size, bias=config.qkv_bias)
+        self.k_proj.key_heads = heads.count
+        self.v_proj.key_heads = heads.count
+        self.o_proj = Linear(q_size, hidden_size, bias=config.o_bias)
         self.q_norm = self.qk_norm(heads.head_dim, config.rms_norm_eps) if self.qk_norm else None
         self.k_norm = self.qk_norm(heads.head_dim, config.rms_norm_eps) if self.qk_norm else None
 
     def project(self, hidden: Tensor, rotary: Rotary, adapters: AdapterContext | None) -> tuple[Tensor, ...]:
-        """hidden [B, S, D] -> q [B, S, H, hd], k and v [B, S, kv, hd], and what else `project_queries` gives"""
+        """Project hidden states [B, S, D] to q [B, S, H, hd], k and v [B, S, kv, hd].
+
+        Further results of a family's `project_queries` come after the values.
+
+        Collectives:
+            Those of `Block.enter` under tensor parallelism.
+        """
         hidden = self.enter(hidden)
-        q, *more = self.project_queries(hidden, rotary, adapters)
-        return q, *self.project_keys(hidden, rotary, adapters), *more
+        q, *further = self.project_queries(hidden, rotary, adapters)
+        k_and_v = self.project_keys(hidden, rotary, adapters)
+        return q, *k_and_v, *further
 
     def project_queries(self, hidden: Tensor, rotary: Rotary, adapters: AdapterContext | None) -> tuple[Tensor, ...]:
-        """[B, S, D], entered -> q [B, S, H, hd], and what else a family's `forward` takes after the values"""
+        """Project hidden states [B, S, D] to q [B, S, H, hd].
+
+        A family may return further tensors, which its `forward` takes after the values.
+        """
         q = self.q_proj(hidden, adapters).unflatten(-1, (-1, self.head_dim))
         return (self.norm_and_rotate(q, self.q_norm, rotary),)
 
     def project_keys(self, hidden: Tensor, rotary: Rotary, adapters: AdapterContext | None) -> tuple[Tensor, ...]:
-        """[B, S, D], entered -> k and v [B, S, kv, hd]"""
+        """Project hidden states [B, S, D] to k and v [B, S, kv, hd]."""
         k = self.k_proj(hidden, adapters).unflatten(-1, (-1, self.head_dim))
         v = self.v_proj(hidden, adapters).unflatten(-1, (-1, self.head_dim))
         return self.norm_and_rotate(k, self.k_norm, rotary), v
 
     def norm_and_rotate(self, x: Tensor, norm: nn.Module | None, rotary: Rotary) -> Tensor:
-        """Queries or keys [B, S, heads, hd], normed and rotated by their positions."""
-        return apply_rotary(x if norm is None else norm(x), *rotary[:2])
+        """Normalise queries or keys [B, S, heads, hd] and apply the rotary embedding."""
+        if norm is not None:
+            x = norm(x)
+        cos, signed_sin = rotary[:2]
+        return apply_rotary(x, cos, signed_sin)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, cache: DecodingCache | None = None) -> Tensor:
-        """Map what `project` gives to [B, S, H · hd], for `o_proj`; mask: the kernel's form of it."""
+        """Compute attention.
+
+        Args:
+            q: [B, S, H, hd].
+            k: [B, S, kv, hd].
+            v: [B, S, kv, hd].
+            mask: The kernel's form of the mask. Not read with a cache.
+            cache: KV cache, which attends in place of the kernel.
+
+        Returns:
+            [B, S, H · hd], for `o_proj`.
+        """
         if cache is not None:
             return cache.attend(self.index, q, k, v, self.scale, sinks=self.sinks()).flatten(2)
         return self.kernel(q, k, v, mask, self.scale, self.sinks()).flatten(2)
 
     def sinks(self) -> Tensor | None:
-        """[H], as kernels take them, of a family that has some."""
+        """Return the attention sinks of the heads, [H]. None in a family without sinks."""
         return None
 
     def output(self, mixed: Tensor, adapters: AdapterContext | None) -> Tensor:
-        """[B, S, H · hd] -> [B, S, D]"""
+        """Compute the output projection, [B, S, H · hd] -> [B, S, D]."""
         return self.o_proj(mixed, adapters)
 
 
 class GatedMLP(Block):
-    """down(act(gate(x)) · up(x)). inner: its size, where it is not `intermediate_size`."""
+    """Gated MLP: down(act(gate(x)) · up(x)).
 
-    def __init__(self, config: ModelConfig, inner: int | None = None):
+    Args:
+        config: Config of the model.
+        intermediate_size: Inner size. None: `config.intermediate_size`.
+    """
+
+    def __init__(self, config: ModelConfig, intermediate_size: int | None = None):
         super().__init__()
-        hidden, inner = config.hidden_size, inner or config.intermediate_size
-        self.gate_proj = Linear(hidden, inner, bias=config.mlp_bias)
-        self.up_proj = Linear(hidden, inner, bias=config.mlp_bias)
-        self.down_proj = Linear(inner, hidden, bias=config.mlp_bias)
+        hidden_size = config.hidden_size
+        intermediate_size = intermediate_size or config.intermediate_size
+        self.gate_proj = Linear(hidden_size, intermediate_size, bias=config.mlp_bias)
+        self.up_proj = Linear(hidden_size, intermediate_size, bias=config.mlp_bias)
+        self.down_proj = Linear(intermediate_size, hidden_size, bias=config.mlp_bias)
         self.activation = ACTIVATIONS[config.hidden_act]
 
     def forward(self, x: Tensor, adapters: AdapterContext | None = None) -> Tensor:
-        """[B, S, D] -> [B, S, D]"""
+        """Compute the MLP, [B, S, D] -> [B, S, D]."""
         x = self.enter(x)
-        mixed = gated_activation(self.gate_proj(x, adapters), self.up_proj(x, adapters), self.activation)
-        return self.down_proj(mixed, adapters)
+        inner = gated_activation(self.gate_proj(x, adapters), self.up_proj(x, adapters), self.activation)
+        return self.down_proj(inner, adapters)
 
 
 class KeysFirstProjection(Protocol):
-    """An order of the projections in which keys of other ranks travel while queries are projected."""
+    """Interface of `keys_first.KeysFirst`, which gathers the keys of other ranks while queries are projected."""
 
     def start_exchange(self, mask: Any) -> tuple[Callable[..., tuple[Tensor, ...]], Any]:
-        """Return, for one forward with `mask`, what replaces `Layer.before_attention`, and the cache that attends."""
+        """Prepare one forward with `mask`.
+
+        Returns:
+            A replacement for `Layer.before_attention`, and the cache that attends in place of the kernel.
+        """
 
     def compile_with(self, compiled: Callable[..., Any]) -> "KeysFirstProjection":
-        """Return the same with its two functions compiled."""
+        """Return the same projection with its two functions compiled by `compiled`."""
 
 
 class Layer(nn.Module):
-    """A decoder layer: what comes `before` attention, attention, and what a family computes `after` it.
+    """A decoder layer: `before_attention`, the mixer, `after_attention`.
 
     Attributes:
-        regions: The two parts, compiled or in tiles (`memory.compilation`, `memory.tiles`). None runs them as written,
-            as decoding always does, because its shapes change with every token.
-        keys_first: Replaces `before` if keys of other ranks are gathered while queries are projected.
-        is_sparse: Whether the MLP is a mixture of experts. `after` then gets the layer's context and is not compiled.
+        regions: Replacements for `before_attention` and `after_attention`, compiled or in tiles (`memory.compilation`,
+            `memory.tiles`). None runs both as written. Decoding always does, because its shapes change with every
+            token.
+        keys_first: Replaces `before_attention` if keys of other ranks are gathered while queries are projected.
+        is_sparse: Whether the MLP is a mixture of experts. `after_attention` then gets the layer's context too and is
+            not compiled.
     """
 
     self_attn: Attention
@@ -192,15 +254,19 @@ class Layer(nn.Module):
 
     @property
     def mixer(self) -> Mixer:
+        """Attention, or another module that mixes tokens."""
         return self.self_attn
 
     def before_attention(self, hidden: Tensor, adapters: AdapterContext | None, *rotary: Tensor) -> tuple[Tensor, ...]:
-        """Project the layer's input for its mixer, as the mixer's `project`.
+        """Normalise the layer's input and project it for the mixer.
 
         Args:
             hidden: The layer's input, [B, S, D].
             adapters: Whether adapters take part, and their dropout.
             rotary: The rotary tables, [B or 1, S, 1, hd] each.
+
+        Returns:
+            The result of `Mixer.project`.
         """
         return self.mixer.project(self.input_layernorm(hidden), rotary, adapters)
 
@@ -213,29 +279,43 @@ class Layer(nn.Module):
             hidden: The layer's input, [B, S, D].
             adapters: Whether adapters take part, and their dropout.
             attended: The mixer's output, [B, S, H · hd].
-            context: The layer's context in sparse layers. None in dense ones, whose `after` may be compiled.
+            context: The layer's context in sparse layers. None in dense layers, whose `after_attention` may be
+            compiled.
         """
         raise NotImplementedError
 
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
-        """hidden [B, S, D] -> [B, S, D]"""
-        mask, cache, adapters = context.mask, context.cache, context.adapters
-        before, after = (
-            self.regions
-            if self.regions is not None and cache is None
-            else (self.before_attention, self.after_attention)
-        )
+        """Compute the layer, [B, S, D] -> [B, S, D]."""
+        cache, adapters = context.cache, context.adapters
+        before, after = self.before_attention, self.after_attention
+        if self.regions is not None and cache is None:
+            before, after = self.regions
         if self.keys_first is not None and cache is None:
-            before, cache = self.keys_first.start_exchange(mask)
-        # Attention is called inside the argument list: a local name would keep its output alive during the MLP.
-        if self.is_sparse:
-            return after(hidden, adapters, self.mixer(*before(hidden, adapters, *context.rotary), mask, cache), context)
-        return after(hidden, adapters, self.mixer(*before(hidden, adapters, *context.rotary), mask, cache))
+            before, cache = self.keys_first.start_exchange(context.mask)
+        further = (context,) if self.is_sparse else ()
+        # The attention output has no name here: a local variable would keep it alive while the MLP is computed.
+        return after(hidden, adapters, self._attend(before, hidden, context, cache), *further)
+
+    def _attend(
+        self,
+        before: Callable[..., tuple[Tensor, ...]],
+        hidden: Tensor,
+        context: LayerContext,
+        cache: DecodingCache | None,
+    ) -> Tensor:
+        """Project the layer's input by `before` and mix tokens, [B, S, D] -> [B, S, H · hd]."""
+        return self.mixer(*before(hidden, context.adapters, *context.rotary), context.mask, cache)
 
 
 class PreNormLayer(Layer):
-    """A norm before attention and one before the MLP, each in its residual branch. A family has its own `attention` and
-    `norm`, makes another mixer in `add_mixer`, and another MLP in `add_mlp`."""
+    """Layer with a norm before attention and a norm before the MLP, as in Llama.
+
+    A family sets its own `attention` and `norm`, or overrides `add_mixer` and `add_mlp`.
+
+    Attributes:
+        attention: Class of the attention.
+        norm: Class of the norms.
+    """
 
     attention: type[Attention] = Attention
     norm: type[RMSNorm] = RMSNorm
@@ -248,31 +328,46 @@ class PreNormLayer(Layer):
         self.post_attention_layernorm = self.norm(config.hidden_size, config.rms_norm_eps)
 
     def add_mixer(self, config: ModelConfig, index: int) -> None:
+        """Add the module that mixes tokens."""
         self.self_attn = self.attention(config, index)
 
     def add_mlp(self, config: ModelConfig, index: int) -> None:
+        """Add the MLP."""
         self.mlp: Block = GatedMLP(config, config.mlp_size(index))
 
     def after_attention(
         self, hidden: Tensor, adapters: AdapterContext | None, attended: Tensor, context: LayerContext | None = None
     ) -> Tensor:
-        """Override `Layer.after_attention`: hidden [B, S, D], attended [B, S, H · hd] -> [B, S, D]"""
+        """Override `Layer.after_attention`: output projection, residual, norm, MLP, residual."""
         hidden = hidden + self.mixer.output(attended, adapters)
-        del attended  # the MLP needs its memory
+        del attended  # free its memory for the MLP
         return hidden + self.feed_forward(self.post_attention_layernorm(hidden), adapters, context)
 
     def feed_forward(self, normed: Tensor, adapters: AdapterContext | None, context: LayerContext | None) -> Tensor:
-        """Compute the MLP, [B, S, D] -> [B, S, D]. The contexts are those of `Layer.after_attention`."""
+        """Compute the MLP, [B, S, D] -> [B, S, D]. The arguments are those of `Layer.after_attention`."""
         return self.mlp(normed, adapters)
 
 
 class Decoder(Stack):
-    """Token ids to hidden states after the final norm. `embed_scale` multiplies the embeddings. flash_delta computes
-    linear attention where it is not None; why it is, no_flash_delta_reason says."""
+    """Embedding, layers and final norm: token ids to hidden states.
+
+    Args:
+        config: Config of the model.
+        layer: Makes the layer of a number.
+        norm: Class of the final norm.
+        embed_scale: Factor of the embeddings. None: they are not scaled.
+
+    Attributes:
+        kernel: Attention kernel of all layers, set when the model is built.
+        flash_delta: Fused kernel of linear attention. None: torch computes it.
+        no_flash_delta_reason: Why `flash_delta` is None although it was wanted.
+        vision: The vision tower, in a tuple of one or no element.
+    """
 
     kernel: Kernel
     flash_delta: "FlashDelta | None" = None
     no_flash_delta_reason: str = ""
+    # In a tuple, because nn.Module would register a plain attribute as a child of its own name.
     vision: "tuple[()] | tuple[VisionTower]" = ()
 
     def __init__(
@@ -291,46 +386,52 @@ class Decoder(Stack):
         self.norm = norm(config.hidden_size, config.rms_norm_eps)
 
     def states(self, input_ids: Tensor, context: MicroBatchContext) -> Tensor:
-        """Override `Stack.states`: ids [B, S] -> [B, S, D]"""
-        is_bare = context.cache is not None and context.cache.skips_hooks
-        look_up = self.embed_tokens.forward if is_bare else self.embed_tokens
+        """Override `Stack.states`: token ids [B, S] -> hidden states after the final norm [B, S, D]."""
+        skips_hooks = context.cache is not None and context.cache.skips_hooks
+        look_up = self.embed_tokens.forward if skips_hooks else self.embed_tokens
         hidden = self._scale_embeddings(look_up(input_ids))  # [B, S, D]
         placed = None
         if context.images is not None:
-            if not self.vision:
-                raise ValueError("images, and this model was built without its vision tower")
-            cp_group = self.kernel.group if context.cache is None else None
-            of_tower = None if context.adapters is None else context.adapters.for_vision_tower()
-            placed = self.vision[0].place_features(context.images, hidden.shape[1], self.tp, cp_group, of_tower)
+            placed = self._encode_images(context.images, context, hidden.shape[1])
             hidden = placed.insert(hidden)
         layer_contexts = self.layer_contexts(input_ids, context, hidden.dtype)
-        return self.norm(self.run_layers(hidden, input_ids, layer_contexts, is_bare, placed))
+        return self.norm(self.run_layers(hidden, input_ids, layer_contexts, skips_hooks, placed))
+
+    def _encode_images(self, images: Images, context: MicroBatchContext, length: int) -> PlacedFeatures:
+        """Compute the features of images for rows of which this rank embeds `length` tokens."""
+        if not self.vision:
+            raise ValueError("The batch has images, but this model was built without its vision tower.")
+        tower = self.vision[0]
+        cp_group = self.kernel.group if context.cache is None else None
+        adapters = None if context.adapters is None else context.adapters.for_vision_tower()
+        return tower.place_features(images, length, self.tp, cp_group, adapters)
 
     def run_layers(
         self,
         hidden: Tensor,
         input_ids: Tensor,
         layer_contexts: list[LayerContext],
-        is_bare: bool,
+        skips_hooks: bool,
         placed: PlacedFeatures | None = None,
     ) -> Tensor:
         """Compute all layers, [B, S, D] -> [B, S, D].
 
         Args:
-            hidden: The embeddings.
-            input_ids: Their ids, [B, S], which sequence parallel does not cut.
+            hidden: The embeddings, [B, S, D], or [B, S/tp, D] under sequence parallel.
+            input_ids: Their token ids, [B, S]. Not cut by sequence parallel.
             layer_contexts: The context of each layer.
-            is_bare: Whether modules are called without their hooks (`DecodingCache.skips_hooks`).
-            placed: Features of images.
+            skips_hooks: Whether layers are called without their hooks (`DecodingCache.skips_hooks`).
+            placed: Features of images, of which some are added to the outputs of layers.
         """
         for index, (layer, context) in enumerate(zip(self.layers, layer_contexts, strict=True)):
-            hidden = (layer.forward if is_bare else layer)(hidden, context)
+            run_layer = layer.forward if skips_hooks else layer
+            hidden = run_layer(hidden, context)
             if placed is not None:
                 hidden = placed.add_deepstack(index, hidden)
         return hidden
 
     def layer_contexts(self, input_ids: Tensor, context: MicroBatchContext, dtype: torch.dtype) -> list[LayerContext]:
-        """Return the context of each layer. Layers of one type share tables and mask.
+        """Return the context of each layer. Layers of one type share rotary tables and mask.
 
         Args:
             input_ids: [B, S].
@@ -338,8 +439,8 @@ class Decoder(Stack):
             dtype: Dtype of the hidden states.
 
         Collectives:
-            Under context parallel with a mask one all-gather of positions and documents. In models with linear
-            attention the one of `LinearMask.of`.
+            Under context parallel with a mask, one all-gather of positions and documents. In models with linear
+            attention, the one of `LinearMask.of`.
         """
         positions = self._positions(input_ids, context)
         rotary = self._rotary_by_type(positions, input_ids, context, dtype)
@@ -353,14 +454,17 @@ class Decoder(Stack):
         return contexts
 
     def _positions(self, input_ids: Tensor, context: MicroBatchContext) -> Tensor:
-        """Return the positions, [B or 1, S]."""
-        length, most = input_ids.shape[1], self.config.max_document_length
+        """Return the positions of the tokens, [B or 1, S]."""
         if context.cache is not None:
             return context.cache.positions
         if context.position_ids is not None:
             return context.position_ids
-        if most is not None and length > most:
-            raise ValueError(f"rows of {length} tokens: with LongRoPE this model takes {most}")
+        length = input_ids.shape[1]
+        max_length = self.config.max_document_length
+        if max_length is not None and length > max_length:
+            raise ValueError(
+                f"The rows have {length} tokens, and with LongRoPE this model takes documents of at most {max_length}."
+            )
         return torch.arange(length, device=input_ids.device)[None]
 
     def _rotary_by_type(
@@ -369,17 +473,18 @@ class Decoder(Stack):
         """Return the rotary tables of each layer type. Types with the same rope share them."""
         if context.images is not None and context.images.rotary_ids is not None:
             positions = context.images.rotary_ids  # [B, S, 3]
-        elif self.layers[0].regions is not None:  # one table for all rows would be another shape to compile for
+        elif self.layers[0].regions is not None:
+            # Compiled parts always get one table per row: a table [1, S] would be another shape to compile for.
             positions = positions.expand(len(input_ids), -1)
-        frequencies = None if context.cache is None else context.cache.rotary_frequencies
-        made: dict[tuple[Rope, int], Rotary] = {}
-        by_type = {}
+        frequency_cache = None if context.cache is None else context.cache.rotary_frequencies
+        tables_by_rope: dict[tuple[Rope, int], Rotary] = {}
+        tables_by_type = {}
         for kind in dict.fromkeys(self.config.layer_types):
-            rope = self.config.ropes[kind], self.rotary_sizes[kind]
-            if rope not in made:
-                made[rope] = self.make_rotary(*rope, positions, dtype, frequencies)
-            by_type[kind] = made[rope]
-        return by_type
+            rope, head_dim = self.config.ropes[kind], self.rotary_sizes[kind]
+            if (rope, head_dim) not in tables_by_rope:
+                tables_by_rope[rope, head_dim] = self.make_rotary(rope, head_dim, positions, dtype, frequency_cache)
+            tables_by_type[kind] = tables_by_rope[rope, head_dim]
+        return tables_by_type
 
     def _masks_by_type(
         self, positions: Tensor, input_ids: Tensor, context: MicroBatchContext, dtype: torch.dtype
@@ -387,11 +492,17 @@ class Decoder(Stack):
         """Return the kernel's form of the mask of each layer type. None with a cache, except in linear attention."""
         config, kernel, packing, seq_ids = self.config, self.kernel, context.packing, context.seq_ids
         num_rows, length = input_ids.shape
-        ends = None if context.images is None else context.images.ends
+        image_ends = None if context.images is None else context.images.ends
         has_cache = context.cache is not None
+
+        # Positions and documents of all keys. They are not needed for rows of one document on one cp rank, where plain
+        # causal attention is right.
         keys = None
-        if not has_cache and (seq_ids is not None or kernel.is_context_parallel or ends is not None):
-            keys = kernel.keys(positions, seq_ids, packing if ends is None else None)
+        has_documents = seq_ids is not None
+        if not has_cache and (has_documents or kernel.is_context_parallel or image_ends is not None):
+            # A packing describes causal documents only, so images that see to their ends need the tensors.
+            keys = kernel.keys(positions, seq_ids, packing if image_ends is None else None)
+
         masks: dict[str, Any] = {}
         for kind in dict.fromkeys(config.layer_types):
             if kind == LINEAR:
@@ -401,8 +512,9 @@ class Decoder(Stack):
                 masks[kind] = None
                 continue
             window = config.sliding_window if kind == SLIDING else None
-            sees_ends = ends is not None and kind in config.bidirectional_types
-            if keys is not None and (sees_ends or packing is None or not kernel.takes_packing):
+            sees_image_ends = image_ends is not None and kind in config.bidirectional_types
+            uses_packing = packing is not None and kernel.takes_packing and not sees_image_ends
+            if keys is not None and not uses_packing:
                 key_positions, key_documents = keys
                 visibility = Visibility(
                     length,
@@ -413,7 +525,7 @@ class Decoder(Stack):
                     seq_ids,
                     key_documents,
                     num_rows,
-                    query_ends=ends if sees_ends else None,
+                    query_ends=image_ends if sees_image_ends else None,
                 )
             else:
                 visibility = Visibility(length, length, window, rows=num_rows, packing=packing)
@@ -436,52 +548,84 @@ class Decoder(Stack):
         return (torch.arange(length, device=input_ids.device) < context.num_tokens).expand(num_rows, -1)
 
     def attach_vision_tower(self, tower: "VisionTower") -> None:
-        """Give the decoder a vision tower, whose children are its own from now on, by their names."""
+        """Add a vision tower, whose children become children of the decoder.
+
+        The tower itself is no child, because in Hugging Face's names its children are next to the layers, for example
+        `model.visual`.
+        """
         for name, child in tower.named_children():
             self.add_module(name, child)
-        # No modules of its own: in files its children stand beside the layers.
-        self.vision, self.vision_layers = (tower,), tuple(tower.layers)
+        self.vision = (tower,)
+        self.vision_layers = tuple(tower.layers)
 
     @property
     def takes_packing(self) -> bool:
+        """Whether a layer computes from the packing of a micro-batch."""
         return self.kernel.takes_packing or self.flash_delta is not None
 
     def make_rotary(
-        self, rope: Rope, head_dim: int, positions: Tensor, dtype: torch.dtype, held: dict[Any, Tensor] | None
+        self,
+        rope: Rope,
+        head_dim: int,
+        positions: Tensor,
+        dtype: torch.dtype,
+        frequency_cache: dict[Any, Tensor] | None,
     ) -> Rotary:
-        """`tables` of positions [B or 1, S], for layers with this rope; a family may add what else these take."""
-        return rotary_tables(rope, head_dim, positions, dtype, held)
+        """Compute what layers with `rope` read by position. A family may add further tensors.
+
+        Args:
+            rope: The rotary embedding.
+            head_dim: Elements of a head.
+            positions: [B or 1, S], or [B, S, 3] by axis.
+            dtype: Dtype of the tables.
+            frequency_cache: Frequencies on the device, kept from call to call.
+        """
+        return rotary_tables(rope, head_dim, positions, dtype, frequency_cache)
 
     def _scale_embeddings(self, hidden: Tensor) -> Tensor:
-        """[B, S, D] as they were looked up -> as the first layer takes them"""
-        return hidden if self.embed_scale is None else hidden * round_scale(self.embed_scale, hidden.dtype)
+        """Scale embeddings [B, S, D] as the first layer takes them."""
+        if self.embed_scale is None:
+            return hidden
+        return hidden * round_scale(self.embed_scale, hidden.dtype)
 
 
 class CausalLM(ParallelModel):
-    """A decoder and its head; the families derive from it. Built by `models.build`, never by hand.
+    """A decoder and its head. Base of the families, built by `models.build`.
 
-    config: the ModelConfig; plan: module pattern -> tensor-parallel style; initial: parameter pattern (first match) ->
-    "normal" (std config.initializer_range), "ones", "zeros" or "decay" (the logarithm of a uniform number).
-    initial_buffers: the same of buffers, which are not trained: pattern -> value.
-    tied_parameters: parameter name -> name of the parameter that it shares, for example the head's weight -> that of
-    the embedding.
+    Attributes:
+        plan: Tensor-parallel plan, module pattern -> style.
+        config: Config of the model.
+        model: The decoder.
+        adapters: Settings that the adapters of the layers share. None without adapters.
+        routing: Settings that the sparse layers share. None without sparse layers.
+        initial_values: Parameter pattern -> "normal" (std `config.initializer_range`), "ones", "zeros" or "decay" (the
+            logarithm of a uniform number). The first pattern that matches decides.
+        initial_buffers: Buffer pattern -> value. Buffers are not trained.
+        vision_tower: Class of the vision tower, in a family that takes images.
+        uncompiled_reason: Why layers that were to be compiled are not.
+        layer: Class of the layers, in a family without a decoder of its own.
+        tied_parameters: Parameter name -> name of the parameter that it shares, for example `lm_head.weight` ->
+            `model.embed_tokens.weight`.
     """
 
     plan: Mapping[str, str] = DECODER_PLAN
     config: ModelConfig
     model: Decoder
-    adapters: WrapperSettings | None = None  # shared by the wrappers of the layers
-    routing: "Routing | None" = None  # what sparse layers share
+    adapters: WrapperSettings | None = None
+    routing: "Routing | None" = None
     initial_values: Mapping[str, str] = {"*norm.weight": "ones", "*.bias": "zeros", "*": "normal"}
     initial_buffers: Mapping[str, float] = {"*.e_score_correction_bias": 0.0, "*": 1.0}
-    vision_tower: "type[VisionTower] | None" = None  # of a family that takes images
-    uncompiled_reason: str | None = None  # why layers that were to be compiled are not
-    layer: Callable[[ModelConfig, int], nn.Module] = PreNormLayer  # of a family without a decoder of its own
+    vision_tower: "type[VisionTower] | None" = None
+    uncompiled_reason: str | None = None
+    layer: Callable[[ModelConfig, int], nn.Module] = PreNormLayer
 
     @classmethod
     def read(cls, fields: ModelFields) -> ModelConfig:
-        """Return the config that a config.json's fields describe; every field is used, known to change nothing, or one
-        of `fields.problems`. Where it is absent the default is transformers' for the family."""
+        """Return the config that the fields of a config.json describe.
+
+        Every field is used, known to change no number, or added to `fields.problems`. The default of a missing field is
+        transformers' default for the family.
+        """
         raise NotImplementedError
 
     def __init__(self, config: ModelConfig, decoder: Decoder | None = None):
@@ -491,24 +635,36 @@ class CausalLM(ParallelModel):
         if config.vision is not None and self.vision_tower is not None:
             tower = self.vision_tower(config.vision)
             self.model.attach_vision_tower(tower)
-            self.initial_values = {f"model.{pattern}": kind for pattern, kind in tower.initial_patterns()} | {
-                **self.initial_values
-            }
+            # The tower's patterns come first, because the first pattern that matches decides.
+            of_tower = {f"model.{pattern}": kind for pattern, kind in tower.initial_patterns()}
+            self.initial_values = of_tower | {**self.initial_values}
         if config.num_labels is None:
             self.lm_head = VocabHead(config.hidden_size, config.vocab_size, bias=False)
         else:
             self.score = ScoreHead(config.hidden_size, config.num_labels, bias=False)
-        names = [name for name, _ in self.named_modules()]
-        of_tower = {f"model.{pattern}": style for tower in self.model.vision for pattern, style in tower.plan().items()}
-        styles = {**self.plan, **of_tower, "score": "score_head"}
-        self.plan = {key: style for key, style in styles.items() if any(fnmatchcase(name, key) for name in names)}
+        self.plan = self._applicable_plan()
         self.tied_parameters: dict[str, str] = {}
         if config.tie_word_embeddings:
             self.tied_parameters["lm_head.weight"] = "model.embed_tokens.weight"
         self.tie_weights()
 
+    def _applicable_plan(self) -> dict[str, str]:
+        """Return the entries of the tensor-parallel plan that match a module of this model."""
+        styles = {**self.plan}
+        for tower in self.model.vision:
+            for pattern, style in tower.plan().items():
+                styles[f"model.{pattern}"] = style
+        styles["score"] = "score_head"
+        names = [name for name, _ in self.named_modules()]
+        plan = {}
+        for pattern, style in styles.items():
+            if any(fnmatchcase(name, pattern) for name in names):
+                plan[pattern] = style
+        return plan
+
     @property
     def head(self) -> VocabHead | ScoreHead:
+        """The vocabulary's head, or that of a classifier."""
         return self.lm_head if self.config.num_labels is None else self.score
 
     def tie_weights(self) -> None:
@@ -521,7 +677,7 @@ class CausalLM(ParallelModel):
             setattr(self.get_submodule(module), parameter, self.get_parameter(shared))
 
     def use_kernel(self, kernel: Kernel) -> None:
-        """Set one kernel for all layers."""
+        """Set the attention kernel of all layers."""
         self.model.kernel = kernel
         for module in self.model.modules():
             if isinstance(module, Attention):
@@ -536,33 +692,36 @@ class CausalLM(ParallelModel):
         images: Images | None = None,
         adapters: AdapterContext | None = None,
     ) -> Tensor:
-        """Compute logits, [B, S, V] in the weights' dtype. No collective of its own.
+        """Compute logits, [B, S, V] in the weights' dtype. Issues no collective of its own.
 
         Args:
             input_ids: [B, S] int64.
             position_ids: Positions of packed rows, which restart in each document, [B, S].
-            seq_ids: Documents of packed rows, -1 on padding, [B, S]. Without them each row is one document, with any
-                padding at its right: plain causal attention.
-            cache: KV cache with the keys of the tokens before. position_ids and seq_ids are then not read.
+            seq_ids: Documents of packed rows, -1 on padding, [B, S]. None: each row is one document, with any padding
+                at its right, so attention is plainly causal.
+            cache: KV cache with the keys of earlier tokens. position_ids and seq_ids are then not read.
             images: Images among the tokens.
-            adapters: `micro_batch.NO_ADAPTERS` computes without the model's adapters. None: with them.
+            adapters: `micro_batch.NO_ADAPTERS` computes without the model's adapters. None computes with them.
         """
         context = MicroBatchContext(position_ids, seq_ids, cache=cache, images=images, adapters=adapters)
         return self.logits(self.model(input_ids, context))
 
-    def logits(self, hidden: Tensor, is_bare: bool = False) -> Tensor:
+    def logits(self, hidden: Tensor, skips_hooks: bool = False) -> Tensor:
         """Compute logits from hidden states.
 
         Args:
             hidden: Hidden states after the final norm, [..., D].
-            is_bare: Whether the head is called without its hooks (`DecodingCache.skips_hooks`).
+            skips_hooks: Whether the head is called without its hooks (`DecodingCache.skips_hooks`).
 
         Returns:
             [..., V], or [..., labels] of a classifier.
         """
-        logits = (self.head.forward if is_bare else self.head)(hidden)
-        cap = self.config.final_logit_softcapping if self.config.num_labels is None else None
-        return logits if cap is None else torch.tanh(logits / cap) * cap
+        head = self.head.forward if skips_hooks else self.head
+        logits = head(hidden)
+        cap = self.config.final_logit_softcapping
+        if cap is None or self.config.num_labels is not None:
+            return logits
+        return torch.tanh(logits / cap) * cap
 
     def next_logits(
         self,
@@ -577,14 +736,14 @@ class CausalLM(ParallelModel):
         Under FSDP this is a registered forward method.
 
         Args:
-            input_ids: Tokens that are read with `cache`, [B, S]. `cache.last_index` selects one of each row.
+            input_ids: New tokens, [B, S]. `cache.last_index` selects the last one of each row.
             cache: KV cache.
             images: Images among the tokens.
-            record: Filled by the sparse layers. None if nobody reads it.
+            record: Filled by the sparse layers. None: nothing is recorded.
             adapters: Whether the model's adapters take part. None: they do.
 
         Collectives:
-            Those of the layers. Under tensor parallel one all-gather of the logits.
+            Those of the layers. Under tensor parallelism, one all-gather of the logits.
         """
         routing = None if record is None else MicroBatchRouting(record=record)
         context = MicroBatchContext(cache=cache, images=images, routing=routing, adapters=adapters)
@@ -594,13 +753,14 @@ class CausalLM(ParallelModel):
         return gather_vocabulary(self.logits(hidden[:, 0], cache.skips_hooks))
 
     def with_head(self, fn: Callable[[Tensor, Tensor], Any], input_ids: Tensor, context: MicroBatchContext) -> Any:
-        """Return `fn(hidden, head_weight)`, called inside this forward: how a loss reads the head without logits.
+        """Call `fn(hidden, head_weight)` inside the forward and return its result.
 
-        Under FSDP this must be a registered forward method, or the head's weight is one rank's shard. The caller
-        applies `config.final_logit_softcapping`.
+        A loss reads the head's weight in this way, and never needs all logits at once. Under FSDP this must be a
+        registered forward method: outside of one, the weight would be this rank's shard, and the loss silently wrong.
+        The caller applies `config.final_logit_softcapping`.
 
         Args:
-            fn: Called with hidden states [B, S/cp, D] and the head's weight, [V/tp, D], or [labels, D/tp] in a
+            fn: Called with hidden states [B, S/cp, D] and the head's weight: [V/tp, D], or [labels, D/tp] of a
                 classifier.
             input_ids: [B, S/cp].
             context: The micro-batch.
@@ -609,16 +769,18 @@ class CausalLM(ParallelModel):
         return self.head.with_weight(fn, hidden)
 
     def checkpoint_names(self, name: str) -> list[str]:
-        """The names that parameter `name` may have in a checkpoint's files, the likeliest first."""
+        """Return the names that parameter `name` may have in a checkpoint's files, the most common one first."""
         return [name]
 
     @property
     def carried_checkpoint_names(self) -> tuple[str, ...]:
-        """Patterns (re.fullmatch) of tensors of parts that dtrain does not train: an export has them as they are."""
+        """Patterns (re.fullmatch) of tensors that dtrain does not train. An export copies them unchanged."""
         return ()
 
     @property
     def ignored_checkpoint_names(self) -> tuple[str, ...]:
-        """Patterns (re.fullmatch) of tensors in the files that are no parameters of this model, and no mistake."""
-        head = (r"lm_head\..*",) if self.config.has_new_head else ()
-        return (r".*\.rotary_emb\.inv_freq", *head)  # the first: a buffer that transformers once saved
+        """Patterns (re.fullmatch) of tensors in files that are no parameters of this model and are skipped."""
+        patterns = [r".*\.rotary_emb\.inv_freq"]  # a buffer that transformers once saved
+        if self.config.has_new_head:
+            patterns.append(r"lm_head\..*")
+        return tuple(patterns)

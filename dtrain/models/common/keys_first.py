@@ -1,11 +1,13 @@
-"""The part of a decoder layer before attention, in an order for context parallel.
+"""A decoder layer's projections in an order for context parallel: keys and values first, queries while these travel.
 
-Where a kernel gathers keys, a layer projects keys and values first, and queries while these travel. Backward the
-gradients of keys and values travel while that of queries goes through their projection. Messages are the same, and
-sums are added up in the same order: those of queries to those of keys and values.
+    before:  project q, k, v     gather k and v                        attend
+    here:    project k, v        begin to gather | project q | wait    attend
 
-Left out are layers whose attention goes by groups of heads, which gather one after the other; families that norm q and
-k together (Olmo); and compiled layers that are not computed again.
+In the backward, the gradients of keys and values travel while that of queries goes through its projection. The messages
+are the same as before, and so is the order of the sums: the gradient by queries is added to that by keys and values.
+
+Some layers are left out: those whose attention computes groups of heads, which gather one group after the other,
+families that normalise q and k together (Olmo), and compiled layers that are not recomputed.
 """
 
 from collections.abc import Callable
@@ -21,44 +23,60 @@ Compiler = Callable[[Callable[..., tuple[Tensor, ...]]], Callable[..., tuple[Ten
 
 
 class KeysFirst:
-    """Layer's part before attention as two functions of tensors, each as `memory.compilation` gives it."""
+    """The projections of a layer as two functions of tensors, which may be compiled (a `KeysFirstProjection`).
 
-    def __init__(self, layer: Layer, compiled: Compiler = lambda function: function):
+    Args:
+        layer: The layer.
+        compiled: Compiles a function (`memory.compilation`). None leaves both as written.
+
+    Attributes:
+        keys: Computes hidden [B, S, D] -> the input of the projections, k and v.
+        queries: Computes the input of the projections -> q, and further tensors of a family's attention.
+    """
+
+    def __init__(self, layer: Layer, compiled: Compiler | None = None):
         self.layer, self.attention = layer, layer.self_attn
-        self.keys, self.queries = compiled(self._keys), compiled(self._queries)
+        self.keys = self._keys if compiled is None else compiled(self._keys)
+        self.queries = self._queries if compiled is None else compiled(self._queries)
 
     def compile_with(self, compiled: Compiler) -> "KeysFirst":
+        """Override `KeysFirstProjection.compile_with`."""
         return KeysFirst(self.layer, compiled)
 
     def start_exchange(self, mask: Any) -> tuple[Callable[..., tuple[Tensor, ...]], Any]:
-        """Return what a layer calls in place of `before`, and what attends in place of its kernel and `mask`: once."""
+        """Override `KeysFirstProjection.start_exchange`."""
         exchange = KeyExchange(self, mask)
         return exchange.before_attention, exchange
 
     def _keys(self, hidden: Tensor, adapters: AdapterContext | None, *rotary: Tensor) -> tuple[Tensor, ...]:
-        """hidden [B, S, D] -> as projections take it, and k and v [B, S, kv, hd]"""
+        """Normalise hidden [B, S, D] for the projections, and project it to k and v [B, S, kv, hd]."""
         entered = self.attention.enter(self.layer.input_layernorm(hidden))
-        # A view of its own: its gradient is added up before that of queries comes to it.
+        # Keys are projected from a view, whose gradient is summed before that of the queries is added to it.
         return entered, *self.attention.project_keys(entered.view_as(entered), rotary, adapters)
 
     def _queries(self, entered: Tensor, adapters: AdapterContext | None, *rotary: Tensor) -> tuple[Tensor, ...]:
-        """[B, S, D] -> q [B, S, H, hd], and what else a family's attention takes"""
+        """Project normalised hidden states [B, S, D] to q [B, S, H, hd], and further tensors of the family."""
         return self.attention.project_queries(entered, rotary, adapters)
 
 
 class KeyExchange:
-    """Keys and values of one layer and forward, on their way to all ranks from `before` until `wait`."""
+    """The keys and values of one layer in one forward, which are gathered from `before_attention` until `wait`.
 
-    def __init__(self, of: KeysFirst, mask: Any):
-        self.projection, self.kernel, self.mask = of, of.attention.kernel, mask
-        self.wait: Gathering  # for keys and values as `Kernel.over` takes them
+    Attributes:
+        projection: The layer's projections.
+        wait: Waits for keys and values, as `Kernel.over` takes them. Set by `before_attention`.
+    """
+
+    def __init__(self, projection: KeysFirst, mask: Any):
+        self.projection, self.kernel, self.mask = projection, projection.attention.kernel, mask
+        self.wait: Gathering
 
     def before_attention(self, hidden: Tensor, adapters: AdapterContext | None, *rotary: Tensor) -> tuple[Tensor, ...]:
-        """Compute as `Layer.before_attention`, and begin the exchange in between."""
+        """Compute as `Layer.before_attention`, and begin to gather keys and values before queries are projected."""
         entered, k, v = self.projection.keys(hidden, adapters, *rotary)
         self.wait = self.kernel.begin_gather(k, v, self.mask)
-        q, *more = self.projection.queries(entered, adapters, *rotary)
-        return q, k, v, *more
+        q, *further = self.projection.queries(entered, adapters, *rotary)
+        return q, k, v, *further
 
     def attend(
         self,
@@ -70,14 +88,17 @@ class KeyExchange:
         is_stored: bool = False,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Attend as a cache does, to the keys of all ranks; k and v are this rank's."""
-        return self.kernel.over(q, *self.wait(), self.mask, scale, sinks)
+        """Attend to the gathered keys of all ranks, in place of a `DecodingCache`. k and v are not read."""
+        all_k, all_v = self.wait()
+        return self.kernel.over(q, all_k, all_v, self.mask, scale, sinks)
 
 
 def project_keys_first(model: CausalLM) -> None:
-    """Have the layers of `model` project keys first, where they project as `Attention` does. No collective."""
+    """Make the layers of `model` project keys first, where that is possible. Issues no collective.
+
+    It is possible in layers that use `Layer.before_attention` and `Attention.project` unchanged.
+    """
     for layer in cast(list[Layer], model.model.layers):
-        is_plain = (
-            type(layer).before_attention is Layer.before_attention and type(layer.mixer).project is Attention.project
-        )
-        layer.keys_first = KeysFirst(layer) if is_plain else None
+        has_own_before = type(layer).before_attention is not Layer.before_attention
+        has_own_project = type(layer.mixer).project is not Attention.project
+        layer.keys_first = None if has_own_before or has_own_project else KeysFirst(layer)

@@ -1,12 +1,12 @@
-"""The linear layer of all families, and the interfaces by which `dtrain.adapters` changes it.
+"""The linear layer of all families, and the interfaces through which `dtrain.adapters` changes it.
 
-The models import neither adapters nor 4-bit weights. `dtrain.adapters` sets objects on the layers of a model:
+The models import neither adapters nor 4-bit weights. Instead, `dtrain.adapters` sets two objects on a layer:
 
     weight_storage   stores the weight in another format, for example NF4
     wrapper          computes the forward in place of the layer, for example LoRA
 
-Neither owns tensors. They read parameters that are registered on the layer, by name, so that tensor parallelism, FSDP,
-the optimizer and checkpoints handle these like any other parameter. `moe` has the counterparts for experts.
+Both read parameters by name that are registered on the layer. So tensor parallelism, FSDP, the optimizer and
+checkpoints handle these parameters like any others. `moe` has the counterparts for experts.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from dtrain.models.common.micro_batch import AdapterContext
 from dtrain.parallel.tensor import LocalParameters, TensorParallel
 
 ReadParameter = Callable[[str], Tensor]
-"""Returns a parameter of the layer, or this rank's part of it, by name."""
+"""Returns a parameter of the layer, or this rank's shard of it, by name."""
 
 
 class WeightStorage(Protocol):
@@ -46,10 +46,10 @@ class DenseWeight:
 
 
 class LinearWrapper(Protocol):
-    """What computes the forward of a linear layer in place of the layer.
+    """Computes the forward of a linear layer in place of the layer, for example LoRA.
 
     Attributes:
-        scale: Factor of what the wrapper adds.
+        scale: Factor of the wrapper's addition.
     """
 
     scale: float
@@ -66,10 +66,10 @@ class WrapperSettings(Protocol):
 
     @property
     def dropout(self) -> float:
-        """Share of the inputs that the wrappers drop in training."""
+        """Probability with which the wrappers drop an input element in training."""
 
     def dropout_tokens(self, batch: Batch, step: int) -> Tensor:
-        """Return the number of each token from which dropout is computed in an optimizer step, [B, S] int64."""
+        """Return a number for each token, from which dropout is computed in an optimizer step, [B, S] int64."""
 
 
 class Linear(LocalParameters, nn.Linear):
@@ -79,7 +79,7 @@ class Linear(LocalParameters, nn.Linear):
         weight_storage: Storage of the weight in the layer's parameters.
         wrapper: Computes the forward in place of the layer. None leaves the forward as it is.
         tp: Set by the style `rowwise`, under which a rank stores some of the weight's columns.
-        cut: Set by the style `sequence`, which may divide the tokens of the input.
+        sequence_tp: Set by the style `sequence`. Under sequence parallel, a rank computes some of the tokens.
         key_heads: Number of key heads, in a projection to keys or values.
     """
 
@@ -94,7 +94,7 @@ class Linear(LocalParameters, nn.Linear):
 
         Args:
             x: [..., in].
-            adapters: The micro-batch's context for the wrapper. None: the wrapper takes part without dropout.
+            adapters: Context of the micro-batch for the wrapper. None: the wrapper takes part without dropout.
         """
         if self.wrapper is not None:
             return self.wrapper(self, x, adapters)
@@ -109,11 +109,11 @@ class Linear(LocalParameters, nn.Linear):
         """Return W as a dense tensor in the dtype of computation.
 
         Args:
-            part: Returns the tensor to read for each parameter. None reads what this rank computes with inside a
-                forward: [out/tp, in] or [out, in/tp] under tensor parallel.
+            part: Returns the tensor to read in place of each parameter. None reads this rank's shard, as in a forward:
+                [out/tp, in] or [out, in/tp] under tensor parallelism.
 
         Returns:
-            [out, in].
+            [out, in], or its shard.
         """
         if part is None:
             return self.weight_storage.dense_weight(self.local)

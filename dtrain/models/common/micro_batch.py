@@ -1,12 +1,16 @@
-"""Everything that belongs to one micro-batch's forward, passed down as an argument.
+"""The context of one micro-batch's forward, passed down as an argument.
 
-`MicroBatchContext` contains the parts: `DecodingCache` is the interface of a KV cache, `Images` has the images of the
-rows, whose features replace embeddings, and `AdapterContext` is the part that adapters read.
+    MicroBatchContext   the whole micro-batch, except for its token ids
+      DecodingCache     interface of a KV cache
+      Images            images of the rows, whose features replace embeddings
+      AdapterContext    what adapters read
+      MicroBatchRouting what sparse layers read (`routing`)
+    LayerContext        what one decoder layer reads, made by `Decoder.layer_contexts`
 
-Nothing about a micro-batch is stored on a module. So several micro-batches may be in flight: two forwards may be
+Nothing about a micro-batch is stored on a module. Several micro-batches may therefore be in flight: two forwards may be
 followed by their two backwards in any order, as in a pipeline schedule, with the same gradients as one after the other.
-Activation checkpointing calls a layer a second time with the same arguments, so it also recomputes with the
-micro-batch's own context. So do adapters, whose part of the context is `AdapterContext`.
+Activation checkpointing calls a layer a second time with the same arguments, so the recomputation also has the
+micro-batch's own context.
 
 Data flow, for two packed rows of 8 tokens (documents of 5 + 3 and of 6 tokens, 2 tokens of padding) on 2 cp ranks:
 
@@ -42,7 +46,7 @@ Data flow of adapters. A policy scores the same rows with LoRA (dropout 0.1, ste
 | `parallel/tensor.py` `Stack` | `padded`, `cache` |
 | `decoder.py` `Decoder` | all fields; makes the layers' contexts |
 | `adapters/lora.py` | `AdapterContext`, which `memory/tiles.py` cuts tile by tile |
-| `policy/reference.py`, `inference/engine.py` | whether the forwards that they stand for have the adapters |
+| `policy/reference.py`, `inference/engine.py` | whether adapters take part |
 | `moe.py` `SparseMLP` | `LayerContext.is_real` and `routing`; writes the record |
 | `memory/activation_offload.py` | `LayerContext.shared_values`, which stay on the device |
 """
@@ -74,12 +78,13 @@ PADDING_POSITION = 2**30
 
 
 class DecodingCache(Protocol):
-    """The interface that a model's forward reads and writes in place of its own kernel and masks.
+    """Interface of a KV cache, which attends in place of the model's kernel and masks.
 
-    positions: [B or 1, S], the rotary positions of the tokens, but for images that have their own. last: [B], which of
-    the S is each row's last one that counts; None where S is 1. turns: the rotary frequencies on the device, by what
-    they are made from; the model fills it. bare: whether modules are called without their hooks, which no graph can
-    hold.
+    Attributes:
+        positions: Rotary positions of the tokens, [B or 1, S]. Images may have their own (`Images.rotary_ids`).
+        last_index: Index in S of each row's last real token, [B]. None if S is 1.
+        rotary_frequencies: Rotary frequencies on the device, which the model fills and reads.
+        skips_hooks: Whether modules are called without their hooks, which a CUDA graph cannot contain.
     """
 
     positions: Tensor
@@ -97,30 +102,42 @@ class DecodingCache(Protocol):
         is_stored: bool = False,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """q [B, S, H, hd], k and v [B, S, kv, hd] → [B, S, H, hd]. is_stored: whether `layer` has kept k and v already
-        in this forward, and another layer reads them. sinks [H]: as kernels take them."""
+        """Store keys and values, and compute attention over all stored ones.
+
+        Args:
+            layer: Number of the layer under which keys and values are stored.
+            q: [B, S, H, hd].
+            k: [B, S, kv, hd].
+            v: [B, S, kv, hd].
+            scale: Factor of the scores.
+            is_stored: Whether k and v of this forward are stored already, because a later layer reads them again.
+            sinks: Attention sinks, [H].
+
+        Returns:
+            [B, S, H, hd].
+        """
         ...
 
     def linear_mask(self, width: int) -> "LinearMask | None":
-        """Return the mask of convolutions of this width over whole prompts; None where rows go on by one token."""
+        """Return the mask for convolutions of `width` tokens over full prompts. None if rows grow by one token."""
         ...
 
     def read_states(self, layer: int) -> tuple[Tensor, ...]:
-        """Return what `write_states` was last given of each row in this layer of linear attention, [B, ..] each."""
+        """Return the last states of each row in a layer of linear attention, [B, ...] each."""
         ...
 
     def write_states(self, layer: int, *states: Tensor) -> None:
-        """Keep what each row goes on from, [B, ..] each."""
+        """Store the states from which each row continues, [B, ...] each."""
         ...
 
 
 class Features(NamedTuple):
-    """Features of the images of a call, one image behind the other.
+    """Features of the images of a call, concatenated over the images.
 
     Attributes:
-        tokens: [T, E], in the place of the embeddings of T tokens.
-        deepstack: By the index of a decoder layer, [T, E] that are added to its output at these tokens (DeepStack,
-            arXiv:2406.04334).
+        tokens: Features that replace the embeddings of T tokens, [T, E].
+        deepstack: By the index of a decoder layer, features [T, E] that are added to its output at these tokens
+            (DeepStack, arXiv:2406.04334).
     """
 
     tokens: Tensor
@@ -129,8 +146,12 @@ class Features(NamedTuple):
 
 @dataclass(frozen=True)
 class RankImages:
-    """Images of the micro-batches that data-parallel ranks compute at the same time. grids: of the images of each dp
-    rank; group: the dp ranks beside this one."""
+    """Images of the micro-batches that data-parallel ranks compute at the same time.
+
+    Attributes:
+        grids: Sizes of the images of each dp rank.
+        group: The dp ranks.
+    """
 
     grids: Sequence[Sequence[Grid]]
     group: "ProcessGroup"
@@ -138,13 +159,21 @@ class RankImages:
 
 @dataclass(frozen=True, eq=False)
 class Images:
-    """Images of the rows of a micro-batch, as a model with a vision tower takes them.
+    """Images of the rows of a micro-batch, for a model with a vision tower.
 
-    pixels: [P, values], the patches of all images, one image behind the other. grids: of each image, as its tower takes
-    them. index: [B, S] int64, which feature stands in the place of each token's embedding, -1 for text. rotary_ids:
-    [B, S, 3] int64, the positions of tokens in time, height and width, of a model whose rotary embedding has these
-    axes; else None. ends: [B, S] int64, for an image token the position of its image's last token within the document,
-    for text its own; None where attention within images is causal.
+    For example, a row of 6 tokens with an image of 2 tokens at positions 2 and 3:
+
+        feature_index   [-1, -1,  0,  1, -1, -1]
+        ends            [ 0,  1,  3,  3,  4,  5]   token 2 also sees token 3
+
+    Attributes:
+        pixels: Patches of all images, concatenated over the images, [P, values].
+        grids: Size of each image in patches, as its tower takes it.
+        feature_index: Index of the feature that replaces each token's embedding, -1 for text, [B, S] int64.
+        rotary_ids: Positions in time, height and width, [B, S, 3] int64. None for a model with one rotary axis.
+        ends: Last position that each token sees: for an image token, the position of its image's last token within the
+            document, for a text token its own. [B, S] int64. None if attention within images is causal.
+        dp: Images of other dp ranks, if images are balanced over dp.
     """
 
     pixels: Tensor
@@ -156,65 +185,73 @@ class Images:
 
     def padded(self, missing: int) -> "Images":
         """Return the images of rows with `missing` more tokens of text at their ends."""
+        feature_index = F.pad(self.feature_index, (0, missing), value=-1)
         rotary_ids = None if self.rotary_ids is None else F.pad(self.rotary_ids, (0, 0, 0, missing))
-        ends = None if self.ends is None else F.pad(self.ends, (0, missing), value=2**30)
-        return replace(
-            self, feature_index=F.pad(self.feature_index, (0, missing), value=-1), rotary_ids=rotary_ids, ends=ends
-        )
+        ends = None if self.ends is None else F.pad(self.ends, (0, missing), value=PADDING_POSITION)
+        return replace(self, feature_index=feature_index, rotary_ids=rotary_ids, ends=ends)
 
     @cached_property
     def digest(self) -> str:
-        """Hash of all values: images of equal digests have equal features in equal places."""
+        """Hash of all values. Images with the same digest have the same features at the same tokens."""
         tensors = self.pixels, self.feature_index, self.rotary_ids, self.ends
         shapes = [None if tensor is None else (str(tensor.dtype), *tensor.shape) for tensor in tensors]
-        whole = hashlib.sha256(repr(([tuple(grid) for grid in self.grids], shapes)).encode())
+        grids = [tuple(grid) for grid in self.grids]
+        digest = hashlib.sha256(repr((grids, shapes)).encode())
         for tensor in tensors:
             if tensor is not None:
-                whole.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-        return whole.hexdigest()
+                values = tensor.detach().cpu().contiguous().flatten()
+                digest.update(values.view(torch.uint8).numpy().data)
+        return digest.hexdigest()
 
 
 @dataclass(frozen=True)
 class PlacedFeatures:
-    """Features of a micro-batch's images, and where they stand among the tokens that a rank embeds: index [B, S/tp]
-    int64 under sequence parallel, else [B, S]. is_image: [B, S] bool, of all tokens."""
+    """Features of a micro-batch's images, and the tokens to which they belong.
+
+    Attributes:
+        features: The features.
+        feature_index: Index of each token's feature, -1 for text, of the tokens that this rank embeds: [B, S] int64, or
+            [B, S/tp] under sequence parallel.
+        is_image: Which of all tokens are image tokens, [B, S] bool.
+    """
 
     features: Features
     feature_index: Tensor
     is_image: Tensor
 
     def insert(self, hidden: Tensor) -> Tensor:
-        """Return the embeddings [B, S, D], at image tokens the features."""
+        """Replace the embeddings [B, S, D] of image tokens by features."""
         tokens = self.features.tokens
         if not len(tokens):
-            return hidden + tokens.sum()  # a graph for the tower's part of the collectives
-        return torch.where(self._has_feature, self._by_token(tokens, hidden), hidden)
+            # Without an image, the sum of nothing still connects the tower to the graph, so that this rank takes part
+            # in the collectives of the tower's backward.
+            return hidden + tokens.sum()
+        return torch.where(self._has_feature, self._select_by_token(tokens, hidden), hidden)
 
     def add_deepstack(self, layer: int, hidden: Tensor) -> Tensor:
-        """Return the output [B, S, D] of a decoder layer, with what the tower adds to it at image tokens."""
+        """Add features to the output [B, S, D] of a decoder layer at image tokens, if there are some for this layer."""
         added = self.features.deepstack.get(layer)
         if added is None:
             return hidden
         if not len(added):
-            return hidden + added.sum()
-        return hidden + torch.where(self._has_feature, self._by_token(added, hidden), 0)
+            return hidden + added.sum()  # as in `insert`
+        return hidden + torch.where(self._has_feature, self._select_by_token(added, hidden), 0)
 
     @property
     def _has_feature(self) -> Tensor:
         return (self.feature_index >= 0)[..., None]  # [B, S, 1]
 
-    def _by_token(self, rows: Tensor, hidden: Tensor) -> Tensor:
-        return rows.to(hidden.dtype)[self.feature_index.clamp(min=0)]  # [B, S, D]
+    def _select_by_token(self, rows: Tensor, hidden: Tensor) -> Tensor:
+        """Return the row [T, D] -> [B, S, D] of each token. Text tokens get the first row."""
+        return rows.to(hidden.dtype)[self.feature_index.clamp(min=0)]
 
 
 @dataclass(frozen=True, eq=False)
 class AdapterContext:
-    """A micro-batch's part of the context that adapters read.
-
-    In place of a context, None stands for `AdapterContext()`.
+    """What adapters read about a micro-batch. None in its place means the same as `AdapterContext()`.
 
     Attributes:
-        enabled: Whether the adapters take part. If not, each layer computes with its own weights only.
+        enabled: Whether the adapters take part. If not, each layer computes with the weights of the base model.
         dropout_tokens: A number for each token, from which dropout is computed, [B, S/cp] int64. None drops nothing.
     """
 
@@ -238,7 +275,7 @@ NO_ADAPTERS = AdapterContext(enabled=False)
 
 @dataclass(frozen=True, eq=False)
 class MicroBatchContext:
-    """One micro-batch's forward, except for its token ids. The defaults describe rows of one document each.
+    """Context of one micro-batch's forward. The defaults describe rows that are one document each.
 
     Attributes:
         position_ids: Positions, [B, S/cp]. None counts each row from 0.
@@ -287,10 +324,10 @@ class MicroBatchContext:
 
 @dataclass(frozen=True, eq=False)
 class LayerContext:
-    """What one decoder layer reads about a micro-batch besides its hidden states.
+    """Context of one decoder layer in a micro-batch.
 
     Attributes:
-        rotary: Rotary tables, [B or 1, S, 1, hd] each, and what else the family's layers read by position.
+        rotary: Rotary tables, [B or 1, S, 1, hd] each, and further tensors by position in some families.
         mask: The attention kernel's form of the mask. None with a cache, except in linear attention.
         cache: KV cache. None in training.
         is_real: Which tokens are not padding, [B, S] bool. None if all are.

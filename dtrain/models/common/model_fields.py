@@ -1,5 +1,7 @@
-"""`ModelFields`: the fields of a config.json, and what families read alike: sizes, types of layers, windows, experts, a
-text tower. Imports no torch."""
+"""`ModelFields`: the fields of a config.json, and how families read what they share. Imports no torch.
+
+Shared are sizes, layer types, windows, experts, and the text tower of a multimodal model.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -8,7 +10,7 @@ from dtrain.models.common.config import FULL, SLIDING, ExpertsConfig, ModelConfi
 from dtrain.models.common.config_fields import Fields, format_value
 from dtrain.models.common.rope_config import ROPE_KINDS, Sections, read_rope
 
-# transformers' names of activations, and ours.
+# transformers' names of activations -> keys of `functions.ACTIVATIONS`.
 _ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -17,7 +19,7 @@ _ACTIVATIONS = {
     "gelu_new": "gelu_pytorch_tanh",  # the same formula, written out
     "relu": "relu",
 }
-# What files of multimodal models say of their other parts.
+# Fields of multimodal models that describe their other parts.
 _OTHER_PARTS = """vision_config audio_config initializer_range language_model_only mm_tokens_per_image
 vision_soft_tokens_per_image boi_token_index eoi_token_index image_token_index boi_token_id eoi_token_id boa_token_id
 eoa_token_id eoa_token_index image_token_id video_token_id audio_token_id vision_token_id vision_start_token_id
@@ -38,39 +40,56 @@ class ModelFields(Fields):
         tie: bool = False,
         bias: bool | None = None,
     ) -> dict[str, Any]:
-        """Read what every family reads in the same way; the keywords are its own defaults (activation: the key, its
-        default; bias: that of `attention_bias`, of all four projections, None where it is not read)."""
-        hidden, heads = self.integer("hidden_size"), self.integer("num_attention_heads")
-        # A missing key takes the family's default, null means one for each query head.
-        kv_heads = self.integer("num_key_value_heads", heads if "num_key_value_heads" in self else kv_heads or heads)
-        if heads % kv_heads:
-            self.add_problem(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
-        if head_dim is None and self.get("head_dim") is None and hidden % heads:
-            self.add_problem(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
-        head_dim = self.integer("head_dim", head_dim or max(hidden // heads, 1))
+        """Read the fields that every family reads in the same way.
+
+        Args:
+            architecture: Name of the family's class.
+            activation: Field of the activation, and the family's default for it.
+            kv_heads: The family's default number of key heads. None: one for each query head.
+            head_dim: The family's default size of a head. None: hidden_size / num_attention_heads.
+            pad: The family's default padding token.
+            tie: The family's default of `tie_word_embeddings`.
+            bias: The family's default of `attention_bias`, for all four projections. None if it is not read.
+
+        Returns:
+            Keyword arguments of `ModelConfig`.
+        """
+        hidden_size, num_heads = self.integer("hidden_size"), self.integer("num_attention_heads")
+        # A missing key takes the family's default. null means one key head for each query head.
+        default_kv_heads = num_heads if "num_key_value_heads" in self else kv_heads or num_heads
+        num_kv_heads = self.integer("num_key_value_heads", default_kv_heads)
+        if num_heads % num_kv_heads:
+            self.add_problem(f"num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}")
+        if head_dim is None and self.get("head_dim") is None and hidden_size % num_heads:
+            self.add_problem(f"hidden_size {hidden_size} is not a multiple of num_attention_heads {num_heads}")
+        head_dim = self.integer("head_dim", head_dim or max(hidden_size // num_heads, 1))
         if head_dim % 2:
             self.add_problem(f"head_dim {head_dim} is odd, rotary embeddings need pairs")
-        vocab = self.integer("vocab_size")
+        vocab_size = self.integer("vocab_size")
         pad = self.token_id("pad_token_id", pad)
-        if pad is not None and not -vocab <= pad < vocab:
-            self.add_problem(f"pad_token_id {pad} outside of the vocabulary of {vocab}")
+        if pad is not None and not -vocab_size <= pad < vocab_size:
+            self.add_problem(f"pad_token_id {pad} outside of the vocabulary of {vocab_size}")
         for key in ("attention_dropout", "resid_pdrop", "embd_pdrop", "hidden_dropout"):
             self.must_be_off(key, "dropout is not implemented; set it to 0.0")
         self.must_be_off("use_bidirectional_attention", "only causal attention is implemented")
         if self.get("is_causal") not in (None, True):
             self.add_problem(f"is_causal {format_value(self.get('is_causal'))}: only causal attention is implemented")
-        biases = {} if bias is None else dict.fromkeys(("qkv_bias", "o_bias"), self.flag("attention_bias", bias))
-        return biases | {
+        values: dict[str, Any] = {}
+        if bias is not None:
+            has_bias = self.flag("attention_bias", bias)
+            values |= {"qkv_bias": has_bias, "o_bias": has_bias}
+        activation_key, default_activation = activation
+        return values | {
             "architecture": architecture,
-            "vocab_size": vocab,
-            "hidden_size": hidden,
+            "vocab_size": vocab_size,
+            "hidden_size": hidden_size,
             "intermediate_size": self.integer("intermediate_size"),
             "num_hidden_layers": self.integer("num_hidden_layers"),
-            "num_attention_heads": heads,
-            "num_key_value_heads": kv_heads,
+            "num_attention_heads": num_heads,
+            "num_key_value_heads": num_kv_heads,
             "head_dim": head_dim,
             "max_position_embeddings": self.integer("max_position_embeddings"),
-            "hidden_act": _ACTIVATIONS[self.choice(activation[0], tuple(_ACTIVATIONS), activation[1])],
+            "hidden_act": _ACTIVATIONS[self.choice(activation_key, tuple(_ACTIVATIONS), default_activation)],
             "rms_norm_eps": self.number("rms_norm_eps", 1e-6, most=1.0),
             # transformers reads 0 as "unset"
             "initializer_range": self.number("initializer_range", 0.02, zero=True, most=100.0) or 0.02,
@@ -90,24 +109,37 @@ class ModelFields(Fields):
         sections: Sections | None = None,
         **values: Any,
     ) -> ModelConfig:
-        """Return the config of `values` and the rope that all layers share (share, scales_queries, kinds, sections: as
-        of `read_rope`), once no field is left over. Without `layer_types` all layers see the window, or all tokens."""
+        """Read the rope that all layers share, refuse fields that were not read, and return the config.
+
+        Args:
+            share: As in `read_rope`.
+            scales_queries: As in `read_rope`.
+            kinds: As in `read_rope`.
+            sections: As in `read_rope`.
+            **values: Fields of `ModelConfig`. Without `layer_types`, all layers see the window, or all tokens.
+        """
         if "layer_types" not in values:
-            window, count = values.setdefault("sliding_window", None), values["num_hidden_layers"]
-            values["layer_types"] = self.read_layer_types(
-                count, [FULL if window is None else SLIDING] * count, fixed=True
-            )
-        positions, head_dim = values["max_position_embeddings"], values["head_dim"]
-        rope = read_rope(self, positions, head_dim, share, scales_queries, kinds, sections)
+            num_layers = values["num_hidden_layers"]
+            kind = FULL if values.setdefault("sliding_window", None) is None else SLIDING
+            values["layer_types"] = self.read_layer_types(num_layers, [kind] * num_layers, fixed=True)
+        max_positions = values["max_position_embeddings"]
+        rope = read_rope(self, max_positions, values["head_dim"], share, scales_queries, kinds, sections)
         if rope.kind == "longrope":
-            values["max_position_embeddings"] = min(positions, rope.original_max_positions)
+            values["max_position_embeddings"] = min(max_positions, rope.original_max_positions)
         self.refuse_the_rest()
         return ModelConfig(**values, ropes=dict.fromkeys(values["layer_types"], rope))
 
     def read_layer_types(
         self, count: int, default: list[str], fixed: bool = False, kinds: tuple[str, str] = (FULL, SLIDING)
     ) -> tuple[str, ...]:
-        """`layer_types` as written, or the default; where the family fixes them, what is written must agree."""
+        """Read `layer_types`.
+
+        Args:
+            count: Number of layers.
+            default: Types if the field is missing.
+            fixed: Whether the family fixes the types, so that the field must equal the default.
+            kinds: Types that the family has.
+        """
         written = self.get("layer_types")
         if written is None:
             return tuple(default)
@@ -133,36 +165,64 @@ class ModelFields(Fields):
         top_key: str = "num_experts_per_tok",
         **more: Any,
     ) -> ExpertsConfig | None:
-        """Read the experts of the sparse `layers`; count, top: the family's own defaults; None: there are no experts,
-        or no such layer."""
-        named = [self.integer(key, count, minimum=0) for key in ("num_local_experts", "num_experts") if key in self]
-        if len({*named}) > 1:
-            self.add_problem(f"num_local_experts {named[0]} and num_experts {named[1]} are two names of one number")
-        count, top = named[0] if named else self.integer("num_experts", count, minimum=0), self.integer(top_key, top)
+        """Read the mixtures of experts.
+
+        Args:
+            count: The family's default number of experts. None: the field is required.
+            top: The family's default number of experts of a token. None: the field is required.
+            inner: Inner size of an expert.
+            router: How experts are chosen.
+            layers: Numbers of the sparse layers.
+            top_key: Field of the number of experts of a token.
+            **more: Further fields of `ExpertsConfig`.
+
+        Returns:
+            None if there are no experts, or no sparse layers.
+        """
+        # The number of experts has two names.
+        written = {}
+        for key in ("num_local_experts", "num_experts"):
+            if key in self:
+                written[key] = self.integer(key, count, minimum=0)
+        if len(set(written.values())) > 1:
+            self.add_problem(
+                f"num_local_experts {written['num_local_experts']} and num_experts {written['num_experts']} are two "
+                "names of one number"
+            )
+        if written:
+            num_experts = list(written.values())[0]
+        else:
+            num_experts = self.integer("num_experts", count, minimum=0)
+        top_k = self.integer(top_key, top)
         self.ignore("num_experts", "num_local_experts", "router_aux_loss_coef")
         self.must_be_off("output_router_logits", "moe.balance adds a balance loss")
-        if 0 < count < top:
-            self.add_problem(f"{top_key} {top} of {count} experts")
-        if count and layers and router.num_groups > 1:
-            self._check_groups(count, top, router)
-        return ExpertsConfig(count, top, inner, router, layers, **more) if count and layers else None
+        if 0 < num_experts < top_k:
+            self.add_problem(f"{top_key} {top_k} of {num_experts} experts")
+        if not num_experts or not layers:
+            return None
+        if router.num_groups > 1:
+            self._check_groups(num_experts, top_k, router)
+        return ExpertsConfig(num_experts, top_k, inner, router, layers, **more)
 
-    def _check_groups(self, count: int, top: int, router: RouterSettings) -> None:
-        """Check that groups of experts are of one size, and that those chosen have enough experts."""
-        size = count // router.num_groups
-        if count % router.num_groups or size < 2:
+    def _check_groups(self, num_experts: int, top_k: int, router: RouterSettings) -> None:
+        """Check that groups of experts have one size, and that the chosen groups have enough experts."""
+        group_size = num_experts // router.num_groups
+        if num_experts % router.num_groups or group_size < 2:
             self.add_problem(
-                f"n_group {router.num_groups} of {count} experts: must divide them into groups of two or more"
+                f"n_group {router.num_groups} of {num_experts} experts: must divide them into groups of two or more"
             )
-        elif router.num_top_groups > router.num_groups or router.num_top_groups * size < top:
-            chosen = f"topk_group {router.num_top_groups} of {router.num_groups} groups of {size} experts"
-            self.add_problem(f"{chosen}: a token goes to {top} experts")
+        elif router.num_top_groups > router.num_groups or router.num_top_groups * group_size < top_k:
+            self.add_problem(
+                f"topk_group {router.num_top_groups} of {router.num_groups} groups of {group_size} experts: a token "
+                f"goes to {top_k} experts"
+            )
 
     def read_window(self) -> int | None:
-        """Read the window: null is none; transformers takes an absent key for 4096, in every family that has one."""
+        """Read the sliding window. null means none. If the key is missing, it is 4096, as in transformers."""
         return self.optional_integer("sliding_window", None if "sliding_window" in self else 4096)
 
     def check_window(self, layer_types: tuple[str, ...], window: int | None) -> int | None:
+        """Return the window if a layer is SLIDING, else None. A SLIDING layer without a window is a problem."""
         if SLIDING not in layer_types:
             return None
         if window is None:
@@ -170,9 +230,14 @@ class ModelFields(Fields):
         return window
 
     def read_text_tower(self, architecture: str, model: Any, vision: bool = False) -> ModelConfig:
-        """Return what `model`, a `TextTower`, reads of `text_config`, as part of a multimodal model; vision: with what
-        its vision tower reads."""
-        config = self._text_tower(architecture, model)
+        """Read the text model of a multimodal model.
+
+        Args:
+            architecture: Architecture of the multimodal model.
+            model: Class of the model, a `TextTower`.
+            vision: Whether to read the vision tower too.
+        """
+        config = self._read_text_config(architecture, model)
         if not vision:
             return config
         if model.vision_tower is None:
@@ -180,7 +245,8 @@ class ModelFields(Fields):
             return config
         return replace(config, vision=model.vision_tower.read(self, config.hidden_size))
 
-    def _text_tower(self, architecture: str, model: Any) -> ModelConfig:
+    def _read_text_config(self, architecture: str, model: Any) -> ModelConfig:
+        """Read `text_config`, with a few fields of the top level."""
         self.ignore(*_OTHER_PARTS)
         text = self.get("text_config") or {}
         if not text and model.allows_flat_config:
@@ -188,18 +254,18 @@ class ModelFields(Fields):
         if not isinstance(text, dict):
             self.add_problem(f"text_config {format_value(text)} is no object")
             text = {}
-        # The files' own end-of-turn tokens stand at the top, beside those of the text model.
-        outer = {key: self.get(key) for key in ("eos_token_id", "torch_dtype", "dtype") if self.get(key) is not None}
-        tied = (
-            None
-            if self.get("tie_word_embeddings") is None
-            else self.flag("tie_word_embeddings", model.is_tied_by_default)
-        )
-        if tied is not None and text.get("tie_word_embeddings", tied) != tied:
-            self.add_problem("tie_word_embeddings is not the same at the top and in text_config")
+        # The end-of-turn tokens of these files are at the top level, which overrides the text model's.
+        overrides = {}
+        for key in ("eos_token_id", "torch_dtype", "dtype"):
+            value = self.get(key)
+            if value is not None:
+                overrides[key] = value
+        is_tied = model.is_tied_by_default
+        if self.get("tie_word_embeddings") is not None:
+            is_tied = self.flag("tie_word_embeddings", model.is_tied_by_default)
+            if text.get("tie_word_embeddings", is_tied) != is_tied:
+                self.add_problem("tie_word_embeddings is not the same at the top and in text_config")
         self.refuse_the_rest()
-        inner = ModelFields({**text, **outer}, self.problems, prefix="text_config.")
-        config = model.read(
-            inner.with_defaults({"tie_word_embeddings": model.is_tied_by_default if tied is None else tied})
-        )
+        inner = ModelFields({**text, **overrides}, self.problems, prefix="text_config.")
+        config = model.read(inner.with_defaults({"tie_word_embeddings": is_tied}))
         return replace(config, architecture=architecture, is_text_tower=True)

@@ -1,24 +1,30 @@
-"""A mixture of experts in place of a layer's MLP: the router, the stacked experts and their weighted sum.
+"""Mixture of experts in place of a layer's MLP: the router, the stacked experts and their weighted sum.
 
-Routing is computed in float32 or better, and ties go to the lower expert. A router scores experts by a softmax or a
-sigmoid, and may choose groups of experts first (`RouterSettings`). No token is dropped, padding is not routed,
+A sparse MLP computes T tokens in five steps. For example, 2 rows of 4 tokens (T = 8), E = 4 experts and k = 2 per
+token:
+
+    Router            scores experts and chooses k per token: experts [8, 2], weights [8, 2]
+    sort_by_expert    sorts the 16 choices by expert: their order [16], and the rows of each expert, `counts` [4]
+    GatedExperts      computes the 16 rows, each with its own expert, on the rank that stores the expert
+    collect           puts the results back in the order of the tokens: [8, 2, D]
+    bmm               adds up each token's results by its weights: [8, D]
+
+Routing is computed in float32 or better, and ties go to the lower expert. No token is dropped, padding is not routed,
 and an expert without a token has a gradient of zeros. A token's results are added in the order of its experts, on the
 token's own rank. `parallel.experts` sends rows to the experts' ranks and back.
 
-Letters are those of `decoder`, with T tokens in B rows, E experts, and k experts for each token. For example, 2 rows of
-4 tokens with k = 2 make 16 rows of the experts' input, sorted by expert; `counts` [E] has the rows of each.
+The letters in shapes are those of `decoder`, with T tokens in B rows, E experts, and k experts for each token.
 """
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dtrain.models.common.config import SIGMOID, ModelConfig
-from dtrain.models.common.config import ExpertsConfig as Sizes
+from dtrain.models.common.config import SIGMOID, ExpertsConfig, ModelConfig
 from dtrain.models.common.decoder import GatedMLP, PreNormLayer
 from dtrain.models.common.functions import ACTIVATIONS, clamped_gated_activation, gated_activation
 from dtrain.models.common.linear import DenseWeight, Linear, ReadParameter
@@ -27,12 +33,13 @@ from dtrain.models.common.routing import MicroBatchRouting, Routing
 from dtrain.parallel.experts import Experts, collect_token_rows, counts_to_list, repeat_token_rows
 from dtrain.parallel.tensor import Block, LocalParameters
 
-Choose = Callable[[Tensor], Tensor]  # a router's choices [T, k] -> those that count, [T, k], ascending
+Choose = Callable[[Tensor], Tensor]
+"""Replaces a router's choices [T, k] by other experts, ascending, [T, k]."""
 
-# Added to a sum of sigmoids, which are 0 where all logits are far below 0 (that of DeepSeek's code).
-_NO_SCORE = 1e-20
+# Added to a sum of sigmoids before it divides: all of them are 0 if all logits are far below 0. As in DeepSeek's code.
+_MIN_SCORE_SUM = 1e-20
 
-# Tensor-parallel styles of a sparse MLP. A model adds them to its own plan.
+# Tensor-parallel plan of a sparse MLP. A family adds it to its own plan.
 SPARSE_PLAN = {
     "model.layers.*.mlp.gate": "router",
     "model.layers.*.mlp.experts.gate_proj": "expert_colwise",
@@ -77,7 +84,7 @@ class ExpertMatrices(Protocol):
 
 
 class OutputWrapper(Protocol):
-    """What is added to the output of an expert layer or a router.
+    """An addition to the output of an expert layer or a router, for example LoRA.
 
     Attributes:
         scale: Factor of the addition.
@@ -105,10 +112,10 @@ class OutputWrapper(Protocol):
 
 
 class SelectionBias(LocalParameters):
-    """The bias of each expert's score by which a router chooses, [E]. It has no gradient and is not trained.
+    """Bias [E] that is added to the scores of experts for the choice. It has no gradient and is not trained.
 
-    Files have it as the router's own (`ModelConfig.unnamed_modules`). It keeps float32, because a step of bfloat16 is
-    larger than the differences that it is there for.
+    In files the bias belongs to the router itself (`ModelConfig.unnamed_modules`). It stays in float32, because it
+    makes differences between scores that are smaller than a step of bfloat16.
     """
 
     keeps_full_precision = True
@@ -119,39 +126,55 @@ class SelectionBias(LocalParameters):
         self.register_buffer("e_score_correction_bias", torch.empty(num_experts))
 
 
-class Router(LocalParameters):
-    """Router that chooses the k experts of each token with the largest scores.
+class RoutedTokens(NamedTuple):
+    """Result of a router.
 
     Attributes:
-        wrapper: Adds to the logits. None leaves them as they are.
-        top: Number of experts of a token, k.
-        settings: How experts are scored, chosen and weighed.
-        selection: Bias of the scores by which experts are chosen. None if there is none.
+        experts: Experts of each token, ascending, [T, k] int64.
+        weights: Their weights, [T, k].
+        shares: Scores of all experts, divided by their sum, [T, E] in float32 or better.
+    """
+
+    experts: Tensor
+    weights: Tensor
+    shares: Tensor
+
+
+class Router(LocalParameters):
+    """Router that sends each token to the k experts with the largest scores.
+
+    Attributes:
+        wrapper: Adds to the logits. None leaves them unchanged.
+        top_k: Number of experts of a token, k.
+        settings: How experts are scored, chosen and weighted.
+        selection: Bias of the scores for the choice. None without one.
     """
 
     wrapper: OutputWrapper | None = None
 
-    def __init__(self, config: ModelConfig, sizes: Sizes):
+    def __init__(self, config: ModelConfig, sizes: ExpertsConfig):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(sizes.num_experts, config.hidden_size))
         self.register_parameter("bias", nn.Parameter(torch.empty(sizes.num_experts)) if sizes.has_biases else None)
-        self.top_k, self.settings = sizes.top_k, sizes.router
+        self.top_k = sizes.top_k
+        self.settings = sizes.router
         self.selection = SelectionBias(sizes.num_experts) if sizes.router.has_selection_bias else None
 
     def logits(self, x: Tensor, adapters: AdapterContext | None) -> Tensor:
         """Compute the logits, [T, D] -> [T, E]."""
-        weight, bias = self.local("weight"), None if self.bias is None else self.local("bias")
+        weight = self.local("weight")
+        bias = None if self.bias is None else self.local("bias")
         if self.settings.score_function == SIGMOID:
             wide = torch.promote_types(x.dtype, torch.float32)
-            out = F.linear(x.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
+            x_wide, weight = x.to(wide), weight.to(wide)
+            bias = None if bias is None else bias.to(wide)
+            out = F.linear(x_wide, weight, bias)
         else:
             out = F.linear(x, weight, bias)
         return out if self.wrapper is None else self.wrapper(self, x, out, adapters)
 
-    def forward(
-        self, x: Tensor, choose: Choose | None = None, adapters: AdapterContext | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Choose the experts of each token.
+    def forward(self, x: Tensor, choose: Choose | None = None, adapters: AdapterContext | None = None) -> RoutedTokens:
+        """Route tokens.
 
         Args:
             x: [T, D].
@@ -159,51 +182,60 @@ class Router(LocalParameters):
             adapters: The micro-batch's context for the wrapper.
 
         Returns:
-            The experts, [T, k] int64, ascending; their weights, [T, k] in the dtype of `x`; and the scores of all
-            experts divided by their sum, [T, E] in float32 or better.
+            Experts, weights and scores. The weights have the dtype of `x`.
         """
-        chosen, weights, shares = self.route_tokens(x, choose, adapters)
-        return chosen, weights.to(x.dtype), shares
+        routed = self.route_tokens(x, choose, adapters)
+        return routed._replace(weights=routed.weights.to(x.dtype))
 
-    def route_tokens(
-        self, x: Tensor, choose: Choose | None, adapters: AdapterContext | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute as `forward`, with weights [T, k] that are not rounded to the dtype of `x`."""
+    def route_tokens(self, x: Tensor, choose: Choose | None, adapters: AdapterContext | None) -> RoutedTokens:
+        """Compute `forward` without rounding the weights to the dtype of `x`."""
         logits = self.logits(x, adapters)
         wide = torch.promote_types(x.dtype, torch.float32)
-        if self.settings.score_function == SIGMOID:
+        is_sigmoid = self.settings.score_function == SIGMOID
+        if is_sigmoid:
             scores = logits.to(wide).sigmoid()
-            shares = scores / (scores.sum(-1, keepdim=True) + _NO_SCORE)
+            shares = scores / (scores.sum(-1, keepdim=True) + _MIN_SCORE_SUM)
         else:
             scores = shares = logits.softmax(-1, dtype=wide)
-        chosen = self.select(scores.detach())
-        chosen = chosen if choose is None else choose(chosen)
-        weights = scores.gather(1, chosen)
+        experts = self.select(scores.detach())
+        if choose is not None:
+            experts = choose(experts)
+        weights = scores.gather(1, experts)
         if self.settings.is_normalized:
             total = weights.sum(-1, keepdim=True)
-            if self.settings.score_function == SIGMOID:
-                total = total + _NO_SCORE
+            if is_sigmoid:
+                total = total + _MIN_SCORE_SUM
             weights = weights / total
         if self.settings.scale != 1.0:
             weights = weights * self.settings.scale
-        return chosen, weights, shares
+        return RoutedTokens(experts, weights, shares)
 
     def select(self, scores: Tensor) -> Tensor:
-        """Return the router's own choices, [T, E] -> [T, k] int64, ascending.
+        """Return the router's own choices.
 
-        For example, 8 experts in 4 groups of which 2 are chosen, scored [.5 .1 | .4 .4 | .9 .0 | .2 .1]: the sums of
-        the groups' two largest are .6, .8, .9 and .3, so the second and third group are left, and of these 2 experts
-        the first of each: experts 2 and 4.
+        For example, 8 experts in 4 groups, of which 2 groups and 2 experts are chosen, with these scores:
+
+            .5 .1 | .4 .4 | .9 .0 | .2 .1
+
+        The sums of each group's two largest scores are .6, .8, .9 and .3, so the second and the third group are chosen.
+        The two largest scores in them are those of experts 4 and 2. Expert 0 is not chosen, although its score is
+        larger than that of expert 2.
+
+        Args:
+            scores: [T, E].
+
+        Returns:
+            Experts, ascending, [T, k] int64.
         """
         if self.selection is not None:
             scores = scores + self.selection.e_score_correction_bias
-        groups = self.settings.num_groups
-        if groups > 1:
-            by_group = scores.unflatten(1, (groups, -1))  # [T, groups, E / groups]
-            best_two = by_group.topk(2, dim=-1).values.sum(-1)
-            is_left = torch.zeros_like(best_two, dtype=torch.bool)
-            is_left.scatter_(1, select_top_k(best_two, self.settings.num_top_groups), True)
-            scores = by_group.masked_fill(~is_left[..., None], -torch.inf).flatten(1)
+        num_groups = self.settings.num_groups
+        if num_groups > 1:
+            by_group = scores.unflatten(1, (num_groups, -1))  # [T, groups, E / groups]
+            group_scores = by_group.topk(2, dim=-1).values.sum(-1)
+            is_chosen = torch.zeros_like(group_scores, dtype=torch.bool)
+            is_chosen.scatter_(1, select_top_k(group_scores, self.settings.num_top_groups), True)
+            scores = by_group.masked_fill(~is_chosen[..., None], -torch.inf).flatten(1)
         return select_top_k(scores, self.top_k)
 
 
@@ -247,7 +279,8 @@ class ExpertLinear(LocalParameters):
             [m, out].
         """
         out = self.weight_storage.grouped_product(x, counts, self.local)
-        out = out if self.bias is None else torch.addmm(out, _owners(counts, x), self.local("bias"))
+        if self.bias is not None:
+            out = torch.addmm(out, _one_hot_experts(counts, x), self.local("bias"))
         return out if self.wrapper is None else self.wrapper(self, x, out, adapters, counts)
 
     def extra_repr(self) -> str:
@@ -263,7 +296,7 @@ class ExpertLinear(LocalParameters):
 class GatedExperts(Experts):
     """Gated MLPs of all experts, down(act(gate(x)) · up(x))."""
 
-    def __init__(self, config: ModelConfig, sizes: Sizes):
+    def __init__(self, config: ModelConfig, sizes: ExpertsConfig):
         super().__init__()
         self.count = sizes.num_experts
         self.gate_proj = ExpertLinear(sizes.num_experts, config.hidden_size, sizes.intermediate_size, sizes.has_biases)
@@ -306,7 +339,7 @@ class SparseMLP(Block):
     routing: Routing  # set, as `layer`, by `connect_routing`
     layer: int
 
-    def __init__(self, config: ModelConfig, sizes: Sizes):
+    def __init__(self, config: ModelConfig, sizes: ExpertsConfig):
         super().__init__()
         self.gate = Router(config, sizes)
         self.experts = GatedExperts(config, sizes)
@@ -314,7 +347,7 @@ class SparseMLP(Block):
         if self.has_shared:
             self.add_shared(config, sizes)
 
-    def add_shared(self, config: ModelConfig, sizes: Sizes) -> None:
+    def add_shared(self, config: ModelConfig, sizes: ExpertsConfig) -> None:
         """Add the modules of the expert that all tokens go to. A family may name them otherwise."""
         self.shared_expert = GatedMLP(config, sizes.shared_intermediate_size)
         self.shared_expert_gate = Linear(config.hidden_size, 1, bias=False)
@@ -342,30 +375,30 @@ class SparseMLP(Block):
         hidden = self.enter(hidden)
         x = hidden.flatten(0, 1)  # [T, D]
         choose = None if micro_batch is None else partial(micro_batch.choose, self.layer)
-        chosen, weights, shares = self.route(x, choose, adapters)
+        experts, weights, shares = self.route(x, choose, adapters)
         num_real_tokens = None if micro_batch is None else micro_batch.num_real_tokens
-        order, counts = sort_by_expert(chosen, self.experts.count, is_real, num_real_tokens)
+        order, counts = sort_by_expert(experts, self.experts.count, is_real, num_real_tokens)
         if micro_batch is not None:
             micro_batch.record.counts[self.layer] = counts
-            weights = self.routing.add_balance_gradient(self.layer, weights, shares, chosen, micro_batch)
-        results = self.experts(repeat_token_rows(self.expert_input(x), order, chosen.shape[1]), counts, adapters)
-        own = collect_token_rows(results, order, *chosen.shape)  # [T, k, D]
-        mixed = torch.bmm(weights[:, None], own).view_as(hidden)
+            weights = self.routing.add_balance_gradient(self.layer, weights, shares, experts, micro_batch)
+        results = self.experts(repeat_token_rows(self.expert_input(x), order, experts.shape[1]), counts, adapters)
+        results_by_token = collect_token_rows(results, order, *experts.shape)  # [T, k, D]
+        mixed = torch.bmm(weights[:, None], results_by_token).view_as(hidden)
         if self.has_shared:
             mixed = mixed + self.shared(hidden, adapters)
         return mixed if self.tp is None else self.tp.leave(mixed)
 
-    def route(self, x: Tensor, choose: Choose | None, adapters: AdapterContext | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Call the router with x [T, D]. Arguments and results as of `Router.forward`."""
-        return cast(tuple[Tensor, Tensor, Tensor], self.gate(x, choose, adapters))
+    def route(self, x: Tensor, choose: Choose | None, adapters: AdapterContext | None) -> RoutedTokens:
+        """Call the router with x [T, D]. The arguments are those of `Router.forward`."""
+        return cast(RoutedTokens, self.gate(x, choose, adapters))
 
     def expert_input(self, x: Tensor) -> Tensor:
-        """Return what experts see of x, [T, D]; a family may norm it."""
+        """Return the input of the experts, [T, D] -> [T, D]. A family may normalise it."""
         return x
 
 
 def connect_routing(model: nn.Module, num_experts: int) -> Routing:
-    """Number the sparse layers of `model` and give them one `Routing`, which is returned."""
+    """Number the sparse layers of `model`, and set and return one `Routing` for all of them."""
     sparse = [module for module in model.modules() if isinstance(module, SparseMLP)]
     routing = Routing(num_experts, len(sparse))
     for number, mlp in enumerate(sparse):
@@ -399,30 +432,49 @@ def select_top_k(scores: Tensor, top: int) -> Tensor:
     return keys.topk(top, sorted=False).indices.sort(-1).values
 
 
-def sort_by_expert(chosen: Tensor, count: int, real: Tensor | None, tokens: int | None = None) -> tuple[Tensor, Tensor]:
+def sort_by_expert(
+    experts: Tensor, num_experts: int, is_real: Tensor | None, num_real_tokens: int | None = None
+) -> tuple[Tensor, Tensor]:
     """Sort the choices of tokens by expert.
 
     Args:
-        chosen: Experts of each token, [T, k] int64.
-        count: Number of experts, E.
-        real: Which tokens are not padding, [T] or [B, S] bool. None if all are. The others are left out.
-        tokens: Number of tokens that are not padding. None lets the host wait for the device to count them.
+        experts: Experts of each token, [T, k] int64.
+        num_experts: Number of experts, E.
+        is_real: Which tokens are not padding, [T] or [B, S] bool. None if all are. Choices of padding are left out.
+        num_real_tokens: Number of tokens that are not padding. None: the host waits for the device to count them.
 
     Returns:
-        Flat indexes into `chosen` in the order of the experts, [n] int64, and the rows of each expert, [E] int64.
+        Flat indexes into `experts`, sorted by expert, [n] int64, and the rows of each expert, [E] int64.
+
+    Example:
+        Tokens 0 and 1 go to experts 0 and 2, token 2 to experts 1 and 2:
+
+        >>> order, counts = sort_by_expert(torch.tensor([[0, 2], [0, 2], [1, 2]]), 3, None)
+        >>> order.tolist(), counts.tolist()
+        ([0, 2, 4, 1, 3, 5], [2, 1, 3])
     """
-    flat = chosen.flatten()
-    if real is not None:
-        flat = torch.where(real.flatten().repeat_interleave(chosen.shape[1]), flat, count)
+    flat = experts.flatten()
+    if is_real is not None:
+        # Choices of padding get the number E, which is sorted behind all experts.
+        is_real_choice = is_real.flatten().repeat_interleave(experts.shape[1])
+        flat = torch.where(is_real_choice, flat, num_experts)
     order = flat.argsort(stable=True)
-    counts = flat.new_zeros(count + 1).scatter_add_(0, flat, torch.ones_like(flat))[:count]
-    if real is None:
+    counts = flat.new_zeros(num_experts + 1).scatter_add_(0, flat, torch.ones_like(flat))[:num_experts]
+    if is_real is None:
         return order, counts
-    return order[: sum(counts_to_list(counts, len(flat))) if tokens is None else tokens * chosen.shape[1]], counts
+    if num_real_tokens is None:
+        num_rows = sum(counts_to_list(counts, len(flat)))
+    else:
+        num_rows = num_real_tokens * experts.shape[1]
+    return order[:num_rows], counts
 
 
 class SparseLayer(PreNormLayer):
-    """A layer whose MLP is a mixture of experts if the config has one in this layer. mixture: its class."""
+    """A layer whose MLP is a mixture of experts, if the config has one in this layer.
+
+    Attributes:
+        mixture: Class of the mixture.
+    """
 
     mixture: type[SparseMLP] = SparseMLP
 
@@ -468,12 +520,15 @@ def expert_products(x: Tensor, stack: ExpertMatrices, counts: Tensor, *, back: b
     Returns:
         [m, out], or [m, in] with `back`.
     """
-    if _is_fused(x, stack):
-        whole = stack[:]
-        return F.grouped_mm(x, whole if back else whole.transpose(1, 2), offs=counts.cumsum(0, dtype=torch.int32))
+    if _has_fused_product(x, stack):
+        matrices = stack[:]
+        if not back:
+            matrices = matrices.transpose(1, 2)
+        return F.grouped_mm(x, matrices, offs=counts.cumsum(0, dtype=torch.int32))
     out = x.new_empty(len(x), stack.shape[2 if back else 1])
-    for index, (rows, result) in _runs(counts, x, out):
-        torch.mm(rows, stack[index] if back else stack[index].t(), out=result)
+    for expert, (rows, result) in _rows_by_expert(counts, x, out):
+        # A dequantised matrix has no name here, so that it is freed before the next one is made.
+        torch.mm(rows, stack[expert] if back else stack[expert].t(), out=result)
     return out
 
 
@@ -488,19 +543,21 @@ class _Grouped(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight, counts = ctx.saved_tensors
+        needs_x_grad, needs_weight_grad, _ = ctx.needs_input_grad
         grad = grads[0].contiguous()
-        of_x = expert_products(grad, weight, counts, back=True) if ctx.needs_input_grad[0] else None
-        of_weight = None
-        if ctx.needs_input_grad[1] and _is_fused(x, weight):
-            of_weight = F.grouped_mm(grad.t(), x, offs=counts.cumsum(0, dtype=torch.int32))
-        elif ctx.needs_input_grad[1]:
-            of_weight = torch.zeros_like(weight)
-            for index, (rows, inputs) in _runs(counts, grad, x):
-                torch.mm(rows.t(), inputs, out=of_weight[index])
-        return of_x, of_weight, None
+        x_grad = expert_products(grad, weight, counts, back=True) if needs_x_grad else None
+        if not needs_weight_grad:
+            return x_grad, None, None
+        if _has_fused_product(x, weight):
+            weight_grad = F.grouped_mm(grad.t(), x, offs=counts.cumsum(0, dtype=torch.int32))
+        else:
+            weight_grad = torch.zeros_like(weight)  # an expert without rows keeps zeros
+            for expert, (grad_rows, x_rows) in _rows_by_expert(counts, grad, x):
+                torch.mm(grad_rows.t(), x_rows, out=weight_grad[expert])
+        return x_grad, weight_grad, None
 
 
-def _owners(counts: Tensor, x: Tensor) -> Tensor:
+def _one_hot_experts(counts: Tensor, x: Tensor) -> Tensor:
     """Return a one-hot matrix of the expert of each row, [m, E] in the dtype of `x`.
 
     A product with it adds up the rows of each expert in the same order on every device.
@@ -509,17 +566,22 @@ def _owners(counts: Tensor, x: Tensor) -> Tensor:
     return (experts.repeat_interleave(counts, output_size=len(x))[:, None] == experts).to(x.dtype)
 
 
-def _is_fused(x: Tensor, weight: ExpertMatrices) -> bool:
+def _has_fused_product(x: Tensor, weight: ExpertMatrices) -> bool:
+    """Return whether torch has a fused product of rows `x` with their experts' matrices."""
     # The fused product needs rows that begin at multiples of 16 bytes. Rows as long as an adapter's rank may not.
     is_aligned = not any(size * x.element_size() % 16 for size in weight.shape[1:])
     return x.is_cuda and is_aligned and x.dtype in (torch.bfloat16, torch.float16, torch.float32)
 
 
-def _runs(counts: Tensor, *tensors: Tensor) -> list[tuple[int, tuple[Tensor, ...]]]:
-    """Return the number of each expert that has rows, and its rows of each tensor [m, ..].
+def _rows_by_expert(counts: Tensor, *tensors: Tensor) -> list[tuple[int, tuple[Tensor, ...]]]:
+    """Return the number of each expert that has rows, with its rows of each tensor [m, ...].
 
     The host waits for the device to compute `counts`.
     """
     sizes = counts_to_list(counts, len(tensors[0]))
-    parts = zip(*(tensor.split(sizes) for tensor in tensors), strict=True)
-    return [(index, rows) for index, (size, rows) in enumerate(zip(sizes, parts, strict=True)) if size]
+    split_tensors = [tensor.split(sizes) for tensor in tensors]
+    rows_by_expert = []
+    for expert, size in enumerate(sizes):
+        if size:
+            rows_by_expert.append((expert, tuple(parts[expert] for parts in split_tensors)))
+    return rows_by_expert

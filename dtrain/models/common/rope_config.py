@@ -1,4 +1,7 @@
-"""Rotary scaling as config.json tells it: `rope_theta` and `rope_scaling` (transformers 4) or `rope_parameters` (5)."""
+"""Rotary scaling from config.json.
+
+transformers 4 writes `rope_theta` and `rope_scaling`, transformers 5 writes `rope_parameters`. Imports no torch.
+"""
 
 import math
 from dataclasses import dataclass, replace
@@ -9,36 +12,70 @@ from dtrain.models.common.config_fields import Fields, format_value, is_number
 
 @dataclass(frozen=True)
 class Sections:
-    """Division of a head's pairs of dimensions among the axes time, height and width of multimodal positions (M-RoPE,
-    arXiv:2409.12191, section 2.1).
+    """Division of a head's pairs of dimensions among the axes time, height and width.
 
-    sizes: pairs of each axis. interleaved: whether axes take turns, pair by pair, as far as height and width have
-    pairs left (Qwen3-VL, arXiv:2511.21631); else each axis has a run of them.
+    Used by the multimodal positions M-RoPE (arXiv:2409.12191, section 2.1).
+
+    Attributes:
+        sizes: Number of pairs of each axis.
+        interleaved: Whether axes take turns, pair by pair, until height and width have all their pairs (Qwen3-VL,
+            arXiv:2511.21631). If not, the pairs of an axis are neighbours.
     """
 
     sizes: tuple[int, ...]
     interleaved: bool
 
     def axes(self, pairs: int) -> tuple[int, ...]:
-        """Return the axis, 0 to 2, of each of `pairs` pairs. Raises ValueError where the sizes do not add up."""
-        if not self.interleaved:
-            if sum(self.sizes) != pairs:
-                raise ValueError(f"mrope_section {list(self.sizes)}: it must add up to the {pairs} pairs of a head")
-            return tuple(axis for axis, size in enumerate(self.sizes) for _ in range(size))
-        return tuple(pair % 3 if pair < 3 * self.sizes[pair % 3] else 0 for pair in range(pairs))
+        """Return the axis, 0 to 2, of each pair.
+
+        Args:
+            pairs: Number of pairs of a head.
+
+        Raises:
+            ValueError: If the sizes do not add up to `pairs`, without interleaving.
+
+        Example:
+            >>> Sections((4, 2, 2), interleaved=False).axes(8)
+            (0, 0, 0, 0, 1, 1, 2, 2)
+            >>> Sections((4, 2, 2), interleaved=True).axes(8)
+            (0, 1, 2, 0, 1, 2, 0, 0)
+        """
+        axes: list[int] = []
+        if self.interleaved:
+            for pair in range(pairs):
+                axis = pair % 3
+                axes.append(axis if pair < 3 * self.sizes[axis] else 0)
+            return tuple(axes)
+        if sum(self.sizes) != pairs:
+            raise ValueError(f"mrope_section {list(self.sizes)}: it must add up to the {pairs} pairs of a head")
+        for axis, size in enumerate(self.sizes):
+            axes += [axis] * size
+        return tuple(axes)
 
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary embedding of one kind of layer. kind: default, linear, llama3, yarn, longrope or proportional; the other
-    fields belong to some.
+    """Rotary embedding of one layer type. Each kind of scaling uses some of the fields.
 
-    share: of each head's dimensions, its first ones, that are rotated (partial_rotary_factor); of a proportional one
-    the first of either half, at the frequencies of whole heads. table_scale multiplies cos and sin (YaRN's attention
-    factor, arXiv:2309.00071, section 3.4). score_scale: by its square DeepSeek multiplies scores, those of dimensions
-    that are not rotated too (mscale_all_dim of YaRN); other families do not read it. query_beta: how queries grow with
-    each original_max_positions (Llama 4's; `models.mistral`). sections: of a model that takes images; a text's
-    positions are alike on all axes.
+    Attributes:
+        kind: default, linear, llama3, yarn, longrope or proportional.
+        theta: Base of the frequencies.
+        rotary_fraction: Fraction of each head's dimensions, the first ones, that are rotated (partial_rotary_factor).
+            With proportional, the first dimensions of either half, at the frequencies of full heads.
+        factor: Factor by which positions are stretched.
+        low_freq_factor: Of llama3.
+        high_freq_factor: Of llama3.
+        original_max_positions: Longest document before the scaling.
+        beta_fast: Of yarn.
+        beta_slow: Of yarn.
+        truncate: Of yarn: whether the ends of the ramp are rounded to whole dimensions.
+        table_scale: Factor of cosines and sines (YaRN's attention factor, arXiv:2309.00071, section 3.4).
+        score_scale: DeepSeek multiplies scores by its square, also those of dimensions that are not rotated
+            (mscale_all_dim of YaRN). Other families do not read it.
+        query_beta: How much queries grow with each multiple of `original_max_positions` (Llama 4's scaling,
+            `models.mistral`).
+        pair_factors: Of longrope: divisors of the frequencies.
+        sections: Axes of the pairs, in a model that takes images. The positions of text are the same on all axes.
     """
 
     kind: str = "default"
@@ -58,7 +95,8 @@ class Rope:
     sections: Sections | None = None
 
 
-ROPE_KINDS = ("default", "linear", "llama3", "yarn")  # of every family that says no other
+ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+"""Kinds of scaling in families that name no others."""
 
 
 def read_rope(
@@ -70,65 +108,101 @@ def read_rope(
     kinds: tuple[str, ...] = ROPE_KINDS,
     sections: Sections | None = None,
 ) -> Rope:
-    """The rope of a model whose layers all share it. share: the family's default of partial_rotary_factor, none where
-    it rotates whole heads alone. scales_queries: whether llama_4_scaling_beta is read. kinds: that the family has.
-    sections: the family's default of mrope_section, and its order."""
+    """Read the rope of a model whose layers all share it.
+
+    Args:
+        fields: Fields of the model.
+        max_positions: Longest document.
+        head_dim: Elements of a head.
+        share: The family's default of partial_rotary_factor. None in a family that only rotates full heads.
+        scales_queries: Whether llama_4_scaling_beta is read.
+        kinds: Kinds of scaling that the family has.
+        sections: The family's default of mrope_section. None in a family with one axis.
+    """
     written = fields.get("rope_parameters")
     written = fields.get("rope_scaling") or written or {}
     theta = read_theta(fields, "rope_theta", 10_000.0)
-    original = fields.optional_integer("original_max_position_embeddings")
-    share = _share(fields, share)
+    original_max_positions = fields.optional_integer("original_max_position_embeddings")
+    share = _read_fraction(fields, share)
     rope = read_rope_object(
-        fields, "rope_parameters", written, theta, max_positions, kinds, original, share, scales_queries
+        fields,
+        "rope_parameters",
+        written,
+        theta,
+        max_positions,
+        kinds,
+        original_max_positions,
+        share,
+        scales_queries,
     )
     if sections is not None:
-        sizes = written.get("mrope_section", sections.sizes) if isinstance(written, dict) else sections.sizes
-        if not (isinstance(sizes, list | tuple) and len(sizes) == 3 and all(type(size) is int for size in sizes)):
-            fields.add_problem(f"mrope_section {format_value(sizes)}: must be three numbers of pairs")
-            sizes = sections.sizes
-        rope = replace(rope, sections=replace(sections, sizes=tuple(sizes)))
-    turned = int(head_dim * rope.rotary_fraction)
-    if rope.kind == "longrope" and len(rope.pair_factors) != turned // 2:
+        rope = replace(rope, sections=_read_sections(fields, written, sections))
+    rotated = int(head_dim * rope.rotary_fraction)
+    if rope.kind == "longrope" and len(rope.pair_factors) != rotated // 2:
         fields.add_problem(
-            f"short_factor has {len(rope.pair_factors)} numbers for the {turned // 2} pairs that are rotated"
+            f"short_factor has {len(rope.pair_factors)} numbers for the {rotated // 2} pairs that are rotated"
         )
-    if turned < 2 or turned % 2:
+    if rotated < 2 or rotated % 2:
         fields.add_problem(
-            f"partial_rotary_factor {rope.rotary_fraction} of head_dim {head_dim} is {turned} dimensions, and "
+            f"partial_rotary_factor {rope.rotary_fraction} of head_dim {head_dim} is {rotated} dimensions, and "
             "rotary embeddings need pairs"
         )
     return rope
 
 
+def _read_sections(fields: Fields, rope_object: Any, default: Sections) -> Sections:
+    """Read mrope_section of a rope's object."""
+    sizes = default.sizes
+    if isinstance(rope_object, dict):
+        sizes = rope_object.get("mrope_section", default.sizes)
+    is_valid = isinstance(sizes, list | tuple) and len(sizes) == 3 and all(type(size) is int for size in sizes)
+    if not is_valid:
+        fields.add_problem(f"mrope_section {format_value(sizes)}: must be three numbers of pairs")
+        return default
+    return replace(default, sizes=tuple(sizes))
+
+
 def read_ropes_by_kind(
     fields: Fields, max_positions: int, thetas: dict[str, float], kinds: tuple[str, ...] = ROPE_KINDS
 ) -> dict[str, Rope]:
-    """The ropes of full layers, to which `rope_scaling` belongs, and of sliding ones; thetas: their bases."""
-    full = next(iter(thetas))
+    """Read the ropes of full and sliding layers.
+
+    Args:
+        fields: Fields of the model. `rope_scaling` belongs to the full layers.
+        max_positions: Longest document.
+        thetas: Default base by layer type, that of full layers first.
+        kinds: Kinds of scaling that the family has.
+    """
+    full = list(thetas)[0]
     nested = fields.get("rope_parameters") or {}
     if not isinstance(nested, dict) or set(nested) - set(thetas):
         fields.add_problem(f"rope_parameters {format_value(nested)}: must be nested under {' and '.join(thetas)}")
         nested = {}
-    scaling, written = fields.get("rope_scaling") or {}, {kind: nested.get(kind) or {} for kind in thetas}
-    if isinstance(written[full], dict) and isinstance(scaling, dict):
-        written[full] = {**written[full], **scaling}
-    return {
-        kind: read_rope_object(fields, f"rope_parameters.{kind}", written[kind], theta, max_positions, kinds)
-        for kind, theta in thetas.items()
-    }
+    scaling = fields.get("rope_scaling") or {}
+    ropes = {}
+    for kind, theta in thetas.items():
+        values = nested.get(kind) or {}
+        if kind == full and isinstance(values, dict) and isinstance(scaling, dict):
+            values = {**values, **scaling}
+        ropes[kind] = read_rope_object(fields, f"rope_parameters.{kind}", values, theta, max_positions, kinds)
+    return ropes
 
 
-def _share(fields: Fields, default: float | None) -> float | None:
-    """Return the share of a head that is rotated; None in an architecture that rotates whole heads alone."""
+def _read_fraction(fields: Fields, default: float | None) -> float | None:
+    """Read the fraction of a head that is rotated. None in a family that only rotates full heads."""
     if default is not None:
         return fields.number("partial_rotary_factor", default, most=1.0)
-    if (partial := fields.number("partial_rotary_factor", 1.0)) != 1.0:
-        fields.add_problem(f"partial_rotary_factor {partial}: only whole heads are rotated in this architecture")
+    fraction = fields.number("partial_rotary_factor", 1.0)
+    if fraction != 1.0:
+        fields.add_problem(f"partial_rotary_factor {fraction}: only whole heads are rotated in this architecture")
     return None
 
 
 def read_theta(fields: Fields, key: str, default: float) -> float:
-    """A base of 1 would turn all pairs alike, and YaRN divides by its logarithm."""
+    """Read the base of the frequencies.
+
+    It must be above 1: a base of 1 would rotate all pairs alike, and YaRN divides by its logarithm.
+    """
     return fields.number(key, default, least=1.0, most=1e15)
 
 
@@ -143,47 +217,52 @@ def read_rope_object(
     share: float | None = None,
     scales_queries: bool = False,
 ) -> Rope:
-    """The rope that the object `written` under the key `where` describes; theta: its base where it names none;
-    original: the length that another key of the file says; the rest as in `read_rope`."""
+    """Read the rope that an object describes.
+
+    Args:
+        fields: Fields of the model, to which problems are added.
+        where: Key of the object in problems.
+        written: The object.
+        theta: Base if the object has none.
+        max_positions: Longest document.
+        kinds: Kinds of scaling that the family has.
+        original: Original length by another key of the file. None without one.
+        share: As in `read_rope`.
+        scales_queries: As in `read_rope`.
+    """
     if not isinstance(written, dict):
         fields.add_problem(f"{where} {format_value(written)} is no object")
         return Rope()
     inner = Fields(written, fields.problems, prefix=where + ".")
     inner.ignore("type", "original_max_position_embeddings")
-    inner.ignore("mrope_section", "mrope_interleaved")  # of `Sections`
+    inner.ignore("mrope_section", "mrope_interleaved")  # read by `_read_sections`
     kind = inner.get("rope_type") or written.get("type") or "default"
-    kind = "default" if kind == "mrope" and "mrope_section" in written else kind
-    kind = "longrope" if kind == "su" and "longrope" in kinds else kind  # its first name
+    if kind == "mrope" and "mrope_section" in written:
+        kind = "default"
+    if kind == "su" and "longrope" in kinds:  # its first name
+        kind = "longrope"
     if kind not in kinds:
         fields.add_problem(f"{where}: rope type {format_value(kind)} is not implemented; there are: {', '.join(kinds)}")
         return Rope()
     theta = read_theta(inner, "rope_theta", theta)
-    share = _share(inner, share)
+    share = _read_fraction(inner, share)
     length = 0
     if kind in ("llama3", "yarn", "longrope") or scales_queries:
         length = original or inner.integer("original_max_position_embeddings", max_positions)
-    values: dict[str, Any] = {} if share is None else {"rotary_fraction": share}
+    values: dict[str, Any] = {}
+    if share is not None:
+        values["rotary_fraction"] = share
     if kind != "default":
-        # Some leave the factor to the two lengths: DeepSeek's YaRN, and Phi.
+        # The factor may be missing where it follows from the two lengths: DeepSeek's YaRN, and Phi.
         ratio = max_positions / max(length, 1)
-        default = {"yarn": ratio, "longrope": ratio, "proportional": 1.0}.get(kind)
-        values["factor"] = inner.number("factor", default, least=1e-3)
+        default_factor = {"yarn": ratio, "longrope": ratio, "proportional": 1.0}.get(kind)
+        values["factor"] = inner.number("factor", default_factor, least=1e-3)
     if kind == "llama3":
-        values |= {key: inner.number(key) for key in ("low_freq_factor", "high_freq_factor")}
-        if values["high_freq_factor"] <= values["low_freq_factor"]:
-            inner.add_problem("high_freq_factor must be greater than low_freq_factor")
-    if kind == "yarn":
-        values["beta_fast"] = inner.number("beta_fast", 32.0, zero=True) or 32.0  # 0 is read as unset
-        values["beta_slow"] = inner.number("beta_slow", 1.0, zero=True) or 1.0
-        values["truncate"] = inner.flag("truncate", True)
-        values["table_scale"] = _attention_factor(inner, kind, values["factor"], length)
-        weight = inner.get("mscale_all_dim")
-        values["score_scale"] = _magnitude(values["factor"], weight) if is_number(weight) else 1.0
-    if kind == "longrope":
-        values["pair_factors"] = _factors(inner, "short_factor")
-        if len(_factors(inner, "long_factor")) != len(values["pair_factors"]):
-            inner.add_problem("short_factor and long_factor are not of one length")
-        values["table_scale"] = _attention_factor(inner, kind, values["factor"], length)
+        values |= _read_llama3(inner)
+    elif kind == "yarn":
+        values |= _read_yarn(inner, values["factor"], length)
+    elif kind == "longrope":
+        values |= _read_longrope(inner, values["factor"], length)
     if scales_queries:
         inner.ignore("max_position_embeddings")
         values["query_beta"] = inner.number("llama_4_scaling_beta", zero=True)
@@ -191,24 +270,58 @@ def read_rope_object(
     return Rope(kind=kind, theta=theta, original_max_positions=length, **values)
 
 
-def _attention_factor(fields: Fields, kind: str, factor: float, length: int) -> float:
-    """Return what the file says, or what transformers infers: LongRoPE's √(1 + ln(factor) / ln(length)), YaRN's
-    0.1·ln(factor) + 1, or DeepSeek's ratio of two such terms."""
+def _read_llama3(fields: Fields) -> dict[str, Any]:
+    """Read the fields of Llama 3.1's scaling."""
+    low, high = fields.number("low_freq_factor"), fields.number("high_freq_factor")
+    if high <= low:
+        fields.add_problem("high_freq_factor must be greater than low_freq_factor")
+    return {"low_freq_factor": low, "high_freq_factor": high}
+
+
+def _read_yarn(fields: Fields, factor: float, length: int) -> dict[str, Any]:
+    """Read the fields of YaRN. Its attention factor may be missing.
+
+    transformers then infers 0.1 · ln(factor) + 1, or, in DeepSeek's files, the ratio of two such terms.
+    """
+    values: dict[str, Any] = {
+        "beta_fast": fields.number("beta_fast", 32.0, zero=True) or 32.0,  # 0 is read as unset
+        "beta_slow": fields.number("beta_slow", 1.0, zero=True) or 1.0,
+        "truncate": fields.flag("truncate", True),
+    }
     written = fields.optional_number("attention_factor")
-    if kind == "longrope":
-        inferred = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(max(length, 2)))
+    mscale = fields.optional_number("mscale", zero=True)
+    mscale_all_dim = fields.optional_number("mscale_all_dim", zero=True)
+    if mscale and mscale_all_dim:
+        inferred = _yarn_magnitude(factor, mscale) / _yarn_magnitude(factor, mscale_all_dim)
     else:
-        over, under = (fields.optional_number(key, zero=True) for key in ("mscale", "mscale_all_dim"))
-        inferred = _magnitude(factor, over) / _magnitude(factor, under) if over and under else _magnitude(factor, 1.0)
-    return inferred if written is None else written
+        inferred = _yarn_magnitude(factor, 1.0)
+    values["table_scale"] = inferred if written is None else written
+    weight = fields.get("mscale_all_dim")
+    values["score_scale"] = _yarn_magnitude(factor, weight) if is_number(weight) else 1.0
+    return values
 
 
-def _magnitude(factor: float, weight: float) -> float:
-    """Return YaRN's 0.1·weight·ln(factor) + 1."""
+def _yarn_magnitude(factor: float, weight: float) -> float:
+    """Return 0.1 · weight · ln(factor) + 1, or 1 for factors up to 1."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
-def _factors(fields: Fields, key: str) -> tuple[float, ...]:
+def _read_longrope(fields: Fields, factor: float, length: int) -> dict[str, Any]:
+    """Read the fields of LongRoPE, for documents up to the original length.
+
+    The attention factor may be missing. transformers then infers √(1 + ln(factor) / ln(length)).
+    """
+    short_factors = _read_factors(fields, "short_factor")
+    long_factors = _read_factors(fields, "long_factor")
+    if len(long_factors) != len(short_factors):
+        fields.add_problem("short_factor and long_factor are not of one length")
+    written = fields.optional_number("attention_factor")
+    inferred = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(max(length, 2)))
+    return {"pair_factors": short_factors, "table_scale": inferred if written is None else written}
+
+
+def _read_factors(fields: Fields, key: str) -> tuple[float, ...]:
+    """Read a list of LongRoPE's divisors."""
     written = fields.get(key)
     numbers = written if isinstance(written, list) else [written]
     if not all(is_number(number) and 0 < number <= 1e6 for number in numbers):

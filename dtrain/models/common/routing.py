@@ -1,21 +1,23 @@
-"""Routing of tokens to experts in one micro-batch: replayed experts, the balance loss, and what the layers counted.
+"""Routing of tokens to experts in one micro-batch: replayed experts, the balance loss, and counts.
 
-A sparse layer sends a token to the k experts that its router scores highest. If a batch has the stream
-`routed_experts`, a token goes to the experts that an engine's router chose for the same token instead (rollout routing
-replay, arXiv:2510.11370). The weights of the experts, and the gradient, are always this router's own.
+*Replay.* A sparse layer sends a token to the k experts that its router scores highest. If a batch has the stream
+`routed_experts`, a token goes to the experts that an inference engine's router chose for the same token instead
+(rollout routing replay, arXiv:2510.11370). The weights of the experts, and the gradient, are always this router's own.
 
-The balance loss is computed for each document (DeepSeek-V3, arXiv:2412.19437, equations 17 to 20). For E experts and a
-document of T tokens that each go to k experts, it is E · Σ_e f_e · P_e, where f_e is the share of the k · T choices
-that fell on expert e, and P_e is the mean of the tokens' scores at e, each divided by the sum of its token's scores
-(those of a softmax as they are). It is 1 if all experts are used equally. The
-mean over documents and sparse layers is added to the loss. Splitting a batch into micro-batches or over ranks does not
-change it: under context parallel, the choices of a document are summed over its ranks.
+*Balance loss.* It is computed for each document (DeepSeek-V3, arXiv:2412.19437, equations 17 to 20). For E experts and
+a document of T tokens with k experts each, the loss is E · Σ_e f_e · P_e. f_e is the fraction of the k · T choices that
+fell on expert e. P_e is the mean over the tokens of the score of e, where each token's scores are divided by their sum.
+For example, with E = 4 and k = 1, a document whose tokens all go to one expert with score 1 has a loss of 4, and equal
+use of all experts has a loss of 1.
 
-Four objects, by how long they live:
+The mean of the loss over documents and sparse layers is added to the loss of the method. Splitting a batch into
+micro-batches or over ranks does not change it: under context parallel, the choices of a document are summed over ranks.
+
+Four objects, by lifetime:
 
     Routing            one per model: number of experts and layers, process groups. Set when the model is built
-    MicroBatchRouting  one per micro-batch, part of its `MicroBatchContext`: what the sparse layers read
-    RoutingRecord      one per micro-batch: what the sparse layers write
+    MicroBatchRouting  one per micro-batch, part of its `MicroBatchContext`. Sparse layers read it
+    RoutingRecord      one per micro-batch. Sparse layers write it
     RoutingTotals      one per optimizer step: the sum of the records of its micro-batches
 """
 
@@ -46,16 +48,16 @@ class BalanceLoss:
 
 @dataclass
 class RoutingRecord:
-    """What the sparse layers saw in one micro-batch.
+    """Counts and losses of the sparse layers in one micro-batch.
 
     Every value is stored under the number of its layer. A layer that activation checkpointing computes a second time
-    stores the same value again, so nothing is counted twice.
+    overwrites its value by the same value, so nothing is counted twice.
 
     Attributes:
         records_choices: Whether `choices` is filled.
-        counts: Tokens of this rank by expert, [E] int64.
+        counts: Tokens of this rank for each expert, [E] int64.
         balance_losses: The layer's balance loss, a scalar.
-        replays: Replayed choices that the router would have made otherwise, and all replayed choices, [2] int64.
+        replays: Number of replayed choices that differ from the router's own, and of all replayed choices, [2] int64.
         choices: The router's own choices for each token, [T, k] int16.
     """
 
@@ -67,23 +69,26 @@ class RoutingRecord:
 
     def balance_loss(self) -> Tensor:
         """Return the sum of the balance losses of all layers, a scalar."""
-        zero = torch.zeros((), device=next(iter(self.counts.values())).device)
-        return sum(self.balance_losses.values(), zero)
+        first_counts, *_ = self.counts.values()
+        total = torch.zeros((), device=first_counts.device)
+        for loss in self.balance_losses.values():
+            total = total + loss
+        return total
 
     def choices_by_row(self, num_rows: int) -> Tensor:
-        """Return `choices` of all layers, [num_rows, S, layers, k] int16."""
+        """Return the choices of all layers, [num_rows, S, layers, k] int16."""
         by_layer = [self.choices[layer] for layer in sorted(self.choices)]
         return torch.stack(by_layer, 1).unflatten(0, (num_rows, -1))
 
 
 @dataclass(frozen=True)
 class MicroBatchRouting:
-    """What the sparse layers read about one micro-batch, and the record that they write.
+    """Routing in the sparse layers for one micro-batch.
 
     Attributes:
-        document_ids: The number of each token's document in the micro-batch, -1 on padding, [B, S/cp]. Only read for
-            the balance loss.
-        num_documents: Documents in the whole micro-batch, on all cp ranks.
+        document_ids: Number of each token's document in the micro-batch, -1 on padding, [B, S/cp]. Only read for the
+            balance loss.
+        num_documents: Documents in the micro-batch, over all cp ranks.
         num_real_tokens: Tokens of this rank that are not padding. None if the host does not know it: layers then wait
             for the device to count them.
         replayed_experts: The experts that tokens are sent to, [B, S/cp, layers, k], -1 where the router decides. None
@@ -109,7 +114,7 @@ class MicroBatchRouting:
         return replace(self, document_ids=document_ids, replayed_experts=replayed)
 
     def choose(self, layer: int, own: Tensor) -> Tensor:
-        """Return the experts that the tokens of a layer are sent to, and record the choices.
+        """Return the experts to which the tokens of a layer are sent, and record the choices.
 
         Args:
             layer: Number of the sparse layer.
@@ -123,7 +128,8 @@ class MicroBatchRouting:
         if self.replayed_experts is None:
             return own
         replayed = self.replayed_experts[:, :, layer].flatten(0, 1).to(own.dtype)  # [T, k]
-        is_replayed = replayed[:, :1] >= 0
+        is_replayed = replayed[:, :1] >= 0  # [T, 1]
+        # A replayed expert differs if it equals none of the router's own k choices.
         differs = (replayed[:, :, None] != own[:, None]).all(-1) & is_replayed  # [T, k]
         self.record.replays[layer] = torch.stack([differs.sum(), is_replayed.sum() * own.shape[1]])
         return torch.where(is_replayed, replayed.sort(-1).values, own)
@@ -152,26 +158,31 @@ class Routing:
         Args:
             layer: Number of the sparse layer.
             weights: Weights of the chosen experts, [T, k].
-            shares: The router's scores of all experts, whose sum is 1, [T, E].
+            shares: The router's scores of all experts, divided by their sum, [T, E].
             chosen: The chosen experts, [T, k] int64.
             micro_batch: Documents and factor of the loss. The loss itself is added to its record.
 
         Collectives:
-            Under context parallel one all-reduce of [documents + 1, E + 1].
+            Under context parallel, one all-reduce of [documents + 1, E + 1].
         """
         owners, balance, num_documents = micro_batch.document_ids, micro_batch.balance, micro_batch.num_documents
         if balance is None or owners is None:
             return weights
-        # Padding is counted in a row of its own, behind those of the documents.
+        # Padding is counted in a row of its own, after those of the documents.
         documents = owners.flatten()
         rows = torch.where(documents == PADDING_SEQ_ID, num_documents, documents)  # [T]
-        # One row for each document: its choices by expert, and in the last column its tokens.
-        table = shares.new_zeros(num_documents + 1, self.num_experts + 1)
+
+        # One row for each document: the number of its choices by expert, and in the last column its tokens.
+        num_columns = self.num_experts + 1
+        table = shares.new_zeros(num_documents + 1, num_columns)
         ones = shares.new_ones(chosen.shape)
-        table.view(-1).index_add_(0, (rows[:, None] * (self.num_experts + 1) + chosen).flatten(), ones.flatten())
+        table.view(-1).index_add_(0, (rows[:, None] * num_columns + chosen).flatten(), ones.flatten())
         table[:, -1].index_add_(0, rows, ones[:, 0])
         if self.cp is not None and self.cp.size() > 1:
             table = all_reduce(table, self.cp.get_group())
+
+        # The loss of a document is Σ over its tokens and over e of factor_e · share_e, with
+        # factor_e = E · f_e / T = E · (choices of e / (k · T)) / T. Its derivative by a share is the factor.
         num_tokens = table[:, -1:].clamp(min=1)
         factors = table[:, :-1] * (self.num_experts / chosen.shape[1]) / num_tokens.square()  # [documents + 1, E]
         factors[-1] = 0
@@ -182,14 +193,14 @@ class Routing:
         return cast(Tensor, _AddGradient.apply(weights, shares, factors * (balance.gradient_scale / ranks)))
 
     def metrics(self, totals: Tensor) -> dict[str, Tensor]:
-        """Return metrics of steps from `RoutingTotals.flat` summed over all ranks.
+        """Compute metrics of steps from the totals of all ranks.
 
         Args:
-            totals: One column for each step, [n, steps].
+            totals: `RoutingTotals.flat` summed over the ranks, one column for each step, [n, steps].
 
         Returns:
-            `loads`, and if experts were replayed `router_replay_differs`, the share of the replayed choices that the
-            router would have made otherwise, [steps] each.
+            The metrics of `load_metrics`, [steps] each. If experts were replayed, also `router_replay_differs`: the
+            fraction of replayed choices that differ from the router's own.
         """
         num_counts = self.num_layers * self.num_experts
         counts, replays = totals[:num_counts], totals[num_counts:]
@@ -221,7 +232,7 @@ class RoutingTotals:
             self.replays = replays if self.replays is None else self.replays + replays
 
     def flat(self) -> Tensor:
-        """Return all totals as one vector, to be summed over the ranks that have other tokens, [n] float64."""
+        """Return all totals as one vector, to be summed over ranks with different tokens, [n] float64."""
         assert self.counts is not None
         parts = [self.counts.flatten()]
         if self.replays is not None:
@@ -243,13 +254,19 @@ class _AddGradient(torch.autograd.Function):
 
 
 def load_metrics(counts: Tensor) -> dict[str, Tensor]:
-    """Return how unevenly experts are used, the mean over layers of each figure, [..].
+    """Compute how unevenly experts are used. Each metric is the mean over layers.
 
     Args:
-        counts: Tokens by expert over all ranks, [layers, E, ..].
+        counts: Tokens of each expert over all ranks, [layers, E, ...].
 
     Returns:
-        `moe_load`: tokens of the fullest expert relative to the mean. `moe_idle`: share of experts without a token.
+        `moe_load`: tokens of the expert with the most tokens, relative to the mean. `moe_idle`: fraction of experts
+        without a token. Both have the shape [...].
+
+    Example:
+        >>> metrics = load_metrics(torch.tensor([[8.0, 4.0, 0.0, 4.0]]))
+        >>> metrics["moe_load"].item(), metrics["moe_idle"].item()
+        (2.0, 0.25)
     """
     mean = counts.mean(1).clamp(min=1e-9)
     return {"moe_load": (counts.amax(1) / mean).mean(0), "moe_idle": (counts == 0).double().mean((0, 1))}

@@ -1,13 +1,16 @@
-"""Parts that vision towers share: config and interface, attention within images, positions on a grid of patches.
+"""Parts that vision towers share: interface, attention within images, positions on a grid of patches, FLOPs.
 
-A tower takes the patches of all images of a call one behind the other, and attends within each image alone
-(arXiv:2307.06304, section 2.1). Letters: P patches, T tokens that they become in the text, H heads, kv key heads, hd
-head size, D hidden size of the tower, E that of the text.
+A tower takes the patches of all images of a call, concatenated over the images, and attends within each image only
+(arXiv:2307.06304, section 2.1). For example, two images of 2 x 2 and 2 x 4 patches make P = 12 patches, and with a
+pooling of 2 x 2 T = 3 tokens.
+
+Letters in shapes: P patches, T tokens of the text that they become, H heads, kv key heads, hd head size, D hidden size
+of the tower, E hidden size of the text model.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import chain, groupby
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -28,19 +31,23 @@ from dtrain.models.vision.image_balancing import encode_balanced
 from dtrain.parallel.collectives import all_reduce_in_backward
 from dtrain.parallel.tensor import LocalParameters, TensorParallel
 
-RotaryTables = tuple[Tensor, Tensor]  # cosines and signed sines, as `rotate` takes them
+RotaryTables = tuple[Tensor, Tensor]  # cosines and signed sines, as `apply_rotary` takes them
 
 
 class VisionTower(nn.Module):
-    """Base of the towers, with the projector into the text's embeddings.
+    """Base of the vision towers. A tower includes the projector into the text model's embeddings.
 
-    A tower's children, and all names below them, are those that Hugging Face's model has below `model.`. Built on meta
-    by its config; starting values and files fill it.
+    The names of a tower's children, and all names below them, are those that Hugging Face's model has below `model.`.
+    A tower is built on the meta device. `init_weights` or files fill it.
 
-    initial: as `CausalLM.initial_values`; initial_buffers: buffer pattern -> value. projector: patterns (fnmatch) of
-    the parameters that `train.vision=projector` trains; lookups: of tables that no product has. prefixes: how a name
-    begins -> how it begins in files, the likeliest first. carried: patterns (re.fullmatch) of tensors that no feature
-    needs.
+    Attributes:
+        config: Sizes of the tower.
+        initial_values: As `CausalLM.initial_values`.
+        initial_buffers: Buffer pattern -> value.
+        projector_patterns: Patterns (fnmatch) of the parameters that `train.vision=projector` trains.
+        lookup_patterns: Patterns of embedding tables, which take no part in matrix products.
+        file_prefixes: Prefix of names in the tower -> prefixes of these names in files, the most common first.
+        carried_patterns: Patterns (re.fullmatch) of tensors in files that the tower does not read.
     """
 
     config: VisionConfig
@@ -53,34 +60,47 @@ class VisionTower(nn.Module):
 
     @classmethod
     def read(cls, outer: ModelFields, hidden_size: int) -> VisionConfig:
-        """Return the config that `vision_config` of a model's fields `outer` describes; every field is used, known to
-        change nothing, or one of `outer.problems`. Defaults are transformers'. hidden_size: E."""
+        """Return the config that `vision_config` of a config.json describes.
+
+        Every field is used, known to change no number, or added to `outer.problems`. Defaults are transformers'.
+
+        Args:
+            outer: Fields of the model.
+            hidden_size: Hidden size of the text model, E.
+        """
         raise NotImplementedError
 
     @classmethod
     def file_names(cls, name: str) -> list[str]:
-        """Return the names that parameter or buffer `name` may have in files, the likeliest first."""
-        own = next(own for own in cls.file_prefixes if name.startswith(own))
-        return [prefix + name.removeprefix(own) for prefix in cls.file_prefixes[own]]
+        """Return the names that a parameter or buffer may have in files, the most common one first."""
+        for own_prefix, file_prefixes in cls.file_prefixes.items():
+            if name.startswith(own_prefix):
+                return [prefix + name.removeprefix(own_prefix) for prefix in file_prefixes]
+        raise KeyError(name)
 
     def initial_patterns(self) -> Iterator[tuple[str, str]]:
-        """Yield the patterns of `initial`, each with the name of a child at its beginning, and their values."""
+        """Yield the patterns of `initial_values` and their values. Every pattern begins with the name of a child."""
         for pattern, value in self.initial_values.items():
             if pattern.startswith("*"):
-                yield from ((f"{child}.{pattern}", value) for child, _ in self.named_children())
+                for child, _ in self.named_children():
+                    yield f"{child}.{pattern}", value
             else:
                 yield pattern, value
 
     def plan(self) -> dict[str, str]:
-        """Return the tensor-parallel styles: every rank has the whole tower, and computes some of the images."""
+        """Return the tensor-parallel plan: every rank has the full tower, and the ranks' gradients are summed."""
         modules = (name for name, module in self.named_modules() if isinstance(module, LocalParameters))
         return dict.fromkeys(modules, "summed")
 
     @cached_property
     def reduces_over_tp(self) -> bool:
-        """Return whether the gradients of all parameters are summed over tp; for after a plan is applied."""
-        views = [module.local_views for module in self.modules() if isinstance(module, LocalParameters)]
-        return all(isinstance(view.grad, Partial) for of_module in views for view in of_module.values())
+        """Whether the gradients of all parameters are summed over tp. Only to be read after a plan is applied."""
+        for module in self.modules():
+            if isinstance(module, LocalParameters):
+                for view in module.local_views.values():
+                    if not isinstance(view.grad, Partial):
+                        return False
+        return True
 
     def place_features(
         self,
@@ -90,63 +110,109 @@ class VisionTower(nn.Module):
         cp: Any,
         adapters: AdapterContext | None = None,
     ) -> PlacedFeatures:
-        """Return the features of images that several ranks hold, and where they stand among the `length` tokens of a
-        row that this rank embeds. adapters: as of `forward`. Collectives as of `encode_balanced`; under sequence
-        parallel, where that deals nothing over tp, an all-reduce backward."""
-        features, is_image = encode_balanced(self, images, tp, cp, adapters), images.feature_index >= 0
+        """Compute the features of images, and locate them among the tokens that this rank embeds.
+
+        Args:
+            images: Images of the rows.
+            length: Tokens of a row that this rank embeds.
+            tp: Tensor parallelism. None for one rank.
+            cp: Process group of context parallel. None for one rank.
+            adapters: As in `forward`.
+
+        Collectives:
+            Those of `encode_balanced`. Under sequence parallel, if images are not balanced over tp, an all-reduce in
+            the backward.
+        """
+        features = encode_balanced(self, images, tp, cp, adapters)
+        is_image = images.feature_index >= 0
         if tp is None or not tp.sequence_parallel:
             return PlacedFeatures(features, images.feature_index, is_image)
-        if not self.reduces_over_tp:  # a rank's tokens give it a part of the features' gradients, which are summed
+        if not self.reduces_over_tp:
+            # This rank's tokens give it only a part of the features' gradients, so the parts are summed.
             deepstack = {layer: all_reduce_in_backward(added, tp.group) for layer, added in features.deepstack.items()}
             features = Features(all_reduce_in_backward(features.tokens, tp.group), deepstack)
-        return PlacedFeatures(features, images.feature_index[:, tp.rank * length : (tp.rank + 1) * length], is_image)
+        local_index = images.feature_index[:, tp.rank * length : (tp.rank + 1) * length]
+        return PlacedFeatures(features, local_index, is_image)
 
     @property
     def layers(self) -> nn.ModuleList:
-        """The layers, which FSDP gathers and checkpointing recomputes one by one."""
+        """The layers. FSDP gathers, and activation checkpointing recomputes, one at a time."""
         raise NotImplementedError
 
     def encode(self, pixels: Tensor, frames: Sequence[Frame], adapters: AdapterContext | None) -> Features:
-        """Compute `forward` of images that fit. pixels [P, values]"""
+        """Compute the features of images whose sizes are checked. The arguments are those of `forward`."""
         raise NotImplementedError
 
     def forward(self, pixels: Tensor, grids: Sequence[Grid], adapters: AdapterContext | None = None) -> Features:
-        """Return the features of images, each as if it were alone.
+        """Compute the features of images, each as if it were the only one. Issues no collective of its own.
 
-        pixels: [P, values] in the tower's dtype or float32, the patches of all images, in the order of the family's
-        image processor. grids: host integers, one for each image; without an image all is [0, ...], with a graph
-        through every trained parameter. Where none is trained there is no graph. adapters: whether the tower's adapters
-        take part, without dropout; None: they do. Features are in the tower's dtype.
-        Raises ValueError as `VisionConfig.frames` does. No collective of its own.
+        Args:
+            pixels: Patches of all images in the order of the family's image processor, [P, values], in the tower's
+            dtype or float32.
+            grids: Size of each image, as integers on the host. Without an image all results are [0, ...], with a graph
+                through every trained parameter.
+            adapters: Whether the tower's adapters take part, without dropout. None: they do.
+
+        Returns:
+            Features in the tower's dtype. Without a graph if no parameter is trained.
+
+        Raises:
+            ValueError: If the sizes do not fit the tower or one another.
         """
-        with torch.set_grad_enabled(torch.is_grad_enabled() and any(own.requires_grad for own in self.parameters())):
+        is_trained = any(parameter.requires_grad for parameter in self.parameters())
+        with torch.set_grad_enabled(torch.is_grad_enabled() and is_trained):
             return self.encode(pixels, self.config.frames(pixels.shape, grids), adapters)
 
 
 def segment_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], scale: float | None = None) -> Tensor:
-    """Return attention of every patch to those of its own segment, [P, H, hd].
+    """Compute attention of every patch to the patches of its own segment.
 
-    q: [P, H, hd]; k, v: [P, kv, hd], H a multiple of kv. lengths: of the segments, whose sum is P; neighbours of equal
-    length are computed together. scale: of q·k; by default 1/sqrt(hd)."""
+    Neighbouring segments of the same length are computed together.
+
+    Args:
+        q: [P, H, hd].
+        k: [P, kv, hd]. H is a multiple of kv.
+        v: [P, kv, hd].
+        lengths: Lengths of the segments, whose sum is P.
+        scale: Factor of q·k. None: 1/sqrt(hd).
+
+    Returns:
+        [P, H, hd].
+    """
     if not lengths:
-        return q + (k.sum() + v.sum())  # [0, H, hd], whose graph has all three
-    parts, start = [], 0
+        return q + (k.sum() + v.sum())  # [0, H, hd], with all three in its graph
+    parts = []
+    start = 0
     for length, run in groupby(lengths):
-        count = len(list(run))
-        end = start + count * length
+        num_segments = len(list(run))
+        end = start + num_segments * length
         queries, keys, values = (
-            x[start:end].unflatten(0, (count, length)).transpose(1, 2) for x in (q, k, v)
-        )  # [n, H or kv, L, hd]
-        grouped = q.shape[1] != k.shape[1]
-        mixed = F.scaled_dot_product_attention(queries, keys, values, scale=scale, enable_gqa=grouped)
+            x[start:end].unflatten(0, (num_segments, length)).transpose(1, 2) for x in (q, k, v)
+        )  # [n, H or kv, length, hd]
+        has_groups = q.shape[1] != k.shape[1]
+        mixed = F.scaled_dot_product_attention(queries, keys, values, scale=scale, enable_gqa=has_groups)
         parts.append(mixed.transpose(1, 2).flatten(0, 1))
         start = end
     return torch.cat(parts)
 
 
 def patch_positions(frames: Sequence[Frame], block: int = 1) -> Tensor:
-    """Return row and column of every patch of `frames`, [P, 2] int64 on the CPU: blocks of block x block patches one
-    behind the other, the blocks of a frame, and the patches of a block, row by row."""
+    """Return row and column of every patch.
+
+    The patches of a frame are ordered in blocks of block x block patches. The blocks of a frame, and the patches of a
+    block, are ordered row by row.
+
+    Args:
+        frames: Rows and columns of each frame.
+        block: Patches at each side of a block.
+
+    Returns:
+        [P, 2] int64 on the CPU.
+
+    Example:
+        >>> patch_positions([(2, 4)], block=2).tolist()
+        [[0, 0], [0, 1], [1, 0], [1, 1], [0, 2], [0, 3], [1, 2], [1, 3]]
+    """
     parts = [torch.empty(0, 2, dtype=torch.int64, device="cpu")]
     for height, width in frames:
         shape = (height // block, width // block, block, block)
@@ -157,9 +223,21 @@ def patch_positions(frames: Sequence[Frame], block: int = 1) -> Tensor:
 
 
 def block_order(frames: Sequence[Frame], block: int) -> Tensor:
-    """Return which patch comes at each place, [P] int64 on the CPU, to have patches that stand row by row in the order
-    of `patch_positions` with this block."""
-    parts, start = [torch.empty(0, dtype=torch.int64, device="cpu")], 0
+    """Return the permutation from patches that are ordered row by row to the order of `patch_positions`.
+
+    Args:
+        frames: Rows and columns of each frame.
+        block: Patches at each side of a block.
+
+    Returns:
+        Index of the row-by-row patch at each position of the new order, [P] int64 on the CPU.
+
+    Example:
+        >>> block_order([(2, 4)], block=2).tolist()
+        [0, 1, 4, 5, 2, 3, 6, 7]
+    """
+    parts = [torch.empty(0, dtype=torch.int64, device="cpu")]
+    start = 0
     for height, width in frames:
         rows, columns = patch_positions([(height, width)], block).unbind(1)
         parts.append(start + rows * width + columns)
@@ -168,31 +246,48 @@ def block_order(frames: Sequence[Frame], block: int) -> Tensor:
 
 
 def pool_squares(hidden: Tensor, frames: Sequence[Frame], pool: int) -> Tensor:
-    """Return the average of each square of pool x pool patches, [T, D]; torch sums half precision in float32. hidden:
-    [P, D], a frame's patches row by row."""
+    """Average each square of pool x pool patches. torch sums half precision in float32.
+
+    Args:
+        hidden: [P, D], the patches of a frame row by row.
+        frames: Rows and columns of each frame.
+        pool: Patches at each side of a square.
+
+    Returns:
+        [T, D].
+    """
     order = block_order(frames, pool).to(hidden.device, non_blocking=True)
     return hidden[order].unflatten(0, (-1, pool**2)).mean(1)
 
 
 def axial_angles(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> Tensor:
-    """Return the angles of two-dimensional rotary positions (arXiv:2104.09864, once for each axis), [P, 2, hd/4] in
-    max(float32, dtype). positions: [P, 2]; hd a multiple of 4."""
+    """Compute the angles of two-dimensional rotary positions (arXiv:2104.09864, once for each axis).
+
+    Args:
+        positions: Row and column, [P, 2].
+        head_dim: Elements of a head, a multiple of 4.
+        theta: Base of the frequencies.
+        dtype: Angles are computed in max(float32, dtype).
+
+    Returns:
+        [P, 2, hd/4].
+    """
     wide = torch.promote_types(dtype, torch.float32)
-    steps = rotary_frequencies(Rope(theta=theta), head_dim // 2, wide).to(positions.device, non_blocking=True)  # [hd/4]
-    return positions[..., None].to(wide) * steps
+    frequencies = rotary_frequencies(Rope(theta=theta), head_dim // 2, wide)  # [hd/4]
+    return positions[..., None].to(wide) * frequencies.to(positions.device, non_blocking=True)
 
 
 def rotary_tables_of_angles(angles: Tensor) -> RotaryTables:
-    """Return the tables of `rotate`, [P, 1, ..., 2n], for angles [P, ..., n]."""
+    """Return the tables for `apply_rotary`, [P, 1, ..., 2n], of angles [P, ..., n]."""
     cos, sin = angles.cos(), angles.sin()
     return torch.cat([cos, cos], -1).unsqueeze(1), torch.cat([-sin, sin], -1).unsqueeze(1)
 
 
 class LayerNorm(LocalParameters, nn.LayerNorm):
-    """torch's LayerNorm (arXiv:1607.06450), in half precision computed in float32."""
+    """torch's LayerNorm (arXiv:1607.06450), which computes half precision in float32."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., D] -> [..., D]"""
+        """Normalise x [..., D]."""
         return F.layer_norm(x, self.normalized_shape, self.local("weight"), self.local("bias"), self.eps)
 
 
@@ -200,12 +295,20 @@ class PositionTable(LocalParameters, nn.Embedding):
     """Learned vectors of positions, [positions, D]."""
 
     def forward(self, index: Tensor) -> Tensor:
-        """index [...] int64 -> [..., D]"""
+        """Look up vectors [..., D] by index [...] int64."""
         return F.embedding(index, self.local("weight"))
 
 
 class PatchProjection(LocalParameters):
-    """Convolution whose stride is its kernel, `shape` (channels, ..., rows, columns): a product with each patch."""
+    """Linear map of patches, stored as the convolution that it is in files.
+
+    The convolution's stride equals its kernel size, so it is one matrix product with each patch.
+
+    Args:
+        size: Outputs, D.
+        shape: Shape of a patch: channels, ..., rows, columns.
+        bias: Whether there is a bias.
+    """
 
     def __init__(self, size: int, shape: tuple[int, ...], bias: bool):
         super().__init__()
@@ -213,13 +316,14 @@ class PatchProjection(LocalParameters):
         self.register_parameter("bias", nn.Parameter(torch.empty(size)) if bias else None)
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """pixels [P, values], a patch's in the order of `shape` -> [P, D] in the weights' dtype"""
+        """Map patches [P, values], flattened in the order of `shape`, to [P, D] in the weights' dtype."""
         weight = self.local("weight").flatten(1)  # [D, values]
-        return F.linear(pixels.to(weight.dtype), weight, None if self.bias is None else self.local("bias"))
+        bias = None if self.bias is None else self.local("bias")
+        return F.linear(pixels.to(weight.dtype), weight, bias)
 
 
 class Encoder(nn.Module):
-    """The layers of a tower of Google's."""
+    """Container of the layers, under the name that they have in Google's towers."""
 
     def __init__(self, layers: Iterable[nn.Module]):
         super().__init__()
@@ -227,7 +331,12 @@ class Encoder(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """down(act(gate(x)) · up(x)). linear: makes a linear layer of its sizes, called as `Linear`."""
+    """Gated MLP: down(act(gate(x)) · up(x)).
+
+    Args:
+        config: Sizes of the tower.
+        linear: Makes a linear layer from its input and output sizes.
+    """
 
     def __init__(self, config: VisionConfig, linear: Callable[[int, int], nn.Module]):
         super().__init__()
@@ -237,32 +346,34 @@ class GatedMLP(nn.Module):
         self.activation = ACTIVATIONS[config.hidden_act]
 
     def forward(self, x: Tensor, adapters: AdapterContext | None = None) -> Tensor:
-        """[P, D] -> [P, D]"""
+        """Compute the MLP, [P, D] -> [P, D]."""
         inner = gated_activation(self.gate_proj(x, adapters), self.up_proj(x, adapters), self.activation)
         return self.down_proj(inner, adapters)
 
 
 def vision_fields(outer: ModelFields) -> ModelFields:
-    """Return the fields of `vision_config`, whose problems are those of `outer`."""
-    written = outer.get("vision_config")
-    if written is not None and not isinstance(written, dict):
-        outer.add_problem(f"vision_config {format_value(written)} is no object")
-    return ModelFields(written if isinstance(written, dict) else {}, outer.problems, prefix="vision_config.")
+    """Return the fields of `vision_config`. Problems are added to those of `outer`."""
+    values = outer.get("vision_config")
+    if values is not None and not isinstance(values, dict):
+        outer.add_problem(f"vision_config {format_value(values)} is no object")
+    return ModelFields(values if isinstance(values, dict) else {}, outer.problems, prefix="vision_config.")
 
 
 def read_activation(fields: ModelFields, key: str, default: str) -> str:
+    """Read the name of an activation."""
     return fields.choice(key, tuple(ACTIVATIONS), default)
 
 
 def read_axial_theta(fields: ModelFields, head_dim: int, default: float) -> float:
-    """Return the base of two-dimensional rotary positions, by `rope_parameters` or `rope_theta`."""
+    """Read the base of two-dimensional rotary positions from `rope_parameters` or `rope_theta`."""
     if head_dim % 4:
         fields.add_problem(f"heads of {head_dim}: rotary positions of two axes need a multiple of 4")
-    theta, written = read_theta(fields, "rope_theta", default), fields.get("rope_parameters") or {}
-    if not isinstance(written, dict):
-        fields.add_problem(f"rope_parameters {format_value(written)} is no object")
+    theta = read_theta(fields, "rope_theta", default)
+    values = fields.get("rope_parameters") or {}
+    if not isinstance(values, dict):
+        fields.add_problem(f"rope_parameters {format_value(values)} is no object")
         return theta
-    inner = Fields(written, fields.problems, prefix="vision_config.rope_parameters.")
+    inner = Fields(values, fields.problems, prefix="vision_config.rope_parameters.")
     inner.choice("rope_type", ("axial", "default"), "axial")
     theta = read_theta(inner, "rope_theta", theta)
     inner.refuse_the_rest()
@@ -270,50 +381,65 @@ def read_axial_theta(fields: ModelFields, head_dim: int, default: float) -> floa
 
 
 def split_heads(fields: ModelFields, hidden: int, heads: int) -> int:
-    """Return the size of each of `heads` heads."""
+    """Return the elements of each of `heads` heads."""
     if hidden % heads:
         fields.add_problem(f"hidden_size {hidden} is not a multiple of {heads} heads")
     return max(hidden // heads, 1)
 
 
 def flops_per_patch(tower: VisionTower, patches: int) -> float:
-    """Return the FLOPs per patch of `tower`, for an image of so many `patches`, in a step that trains what of it is
-    trained: of each matrix, and of the attention of each layer, those of the forward; as many again where the gradient
-    goes on to the layers before, for some of these are trained; and of a trained matrix as many for its own gradient.
+    """Return the FLOPs per patch of a training step, for an image of `patches` patches.
 
-    Matrices of the projector see the tokens alone. Counted in full, as `TextFlops` counts, are attention to all
-    patches in reach, and no recomputation.
+    A product with a matrix counts once for the forward, once more if the gradient of its input is computed, because
+    something before it is trained, and once more if the matrix itself is trained. Attention counts once, or three times
+    if its gradient is computed. As in `TextFlops`, attention to all patches that a layer sees is counted in full, and
+    nothing that is computed again. Matrices of the projector compute tokens and not patches.
     """
-    config, total, goes_on = tower.config, 0.0, False
-    layers = {id(layer): index for index, layer in enumerate(tower.layers)}
+    config = tower.config
+    layer_numbers = {id(layer): index for index, layer in enumerate(tower.layers)}
+    patches_per_token = config.pool**2
+    total = 0.0
+    needs_input_grad = False  # whether a parameter of an earlier module is trained
     for name, module in _children_first("", tower):
-        own = {f"{name}.{key}": parameter for key, parameter in module.named_parameters(recurse=False)}
-        for path, parameter in own.items():
-            if parameter.dim() < 2 or isinstance(module, nn.Embedding) or matches_any([path], tower.lookup_patterns):
+        parameters = {f"{name}.{key}": parameter for key, parameter in module.named_parameters(recurse=False)}
+        for path, parameter in parameters.items():
+            is_lookup = isinstance(module, nn.Embedding) or matches_any([path], tower.lookup_patterns)
+            if parameter.dim() < 2 or is_lookup:
                 continue
-            products = 1 + goes_on + parameter.requires_grad
-            share = config.pool**2 if matches_any([path], tower.projector_patterns) else 1
-            total += 2.0 * products * parameter.numel() / share
-        goes_on = goes_on or any(parameter.requires_grad for parameter in own.values())
-        if (index := layers.get(id(module))) is not None:
-            attention = 4.0 * config.num_attention_heads * config.head_dim * config.attended_patches(index, patches)
-            total += attention * (3 if goes_on else 1)
+            num_products = 1
+            if needs_input_grad:
+                num_products += 1
+            if parameter.requires_grad:
+                num_products += 1
+            divisor = patches_per_token if matches_any([path], tower.projector_patterns) else 1
+            total += 2.0 * num_products * parameter.numel() / divisor
+        needs_input_grad = needs_input_grad or any(parameter.requires_grad for parameter in parameters.values())
+        if id(module) in layer_numbers:
+            seen_patches = config.attended_patches(layer_numbers[id(module)], patches)
+            attention = 4.0 * config.num_attention_heads * config.head_dim * seen_patches
+            total += attention * (3 if needs_input_grad else 1)
     return total
 
 
 class ImageFlops:
-    """Training FLOPs of `tower` for images, by `flops_per_patch`, which is asked once for each size of an image."""
+    """Training FLOPs of a tower for images. `flops_per_patch` is computed once for each size of an image.
+
+    Args:
+        tower: The tower.
+    """
 
     def __init__(self, tower: VisionTower):
         self.tower = tower
         self._by_patches: dict[int, float] = {}
 
     def total(self, images: RowImages) -> float:
-        """Return the FLOPs for the images of a micro-batch, each different one once."""
-        places = [[(row, image) for image in range(len(grids))] for row, grids in enumerate(images.grids)]
-        keys: Sequence[Sequence[Hashable]] = places if images.keys is None else images.keys
-        pairs = zip(chain.from_iterable(keys), chain.from_iterable(images.grids), strict=True)
-        return sum(frames * self._of_frame(rows * columns) for frames, rows, columns in dict(pairs).values())
+        """Return the FLOPs for the images of a micro-batch. Images with the same key are encoded once."""
+        grids_by_key: dict[Hashable, Grid] = {}
+        for row, grids in enumerate(images.grids):
+            for index, grid in enumerate(grids):
+                key = (row, index) if images.keys is None else images.keys[row][index]
+                grids_by_key[key] = grid
+        return sum(frames * self._of_frame(rows * columns) for frames, rows, columns in grids_by_key.values())
 
     def _of_frame(self, patches: int) -> float:
         if patches not in self._by_patches:
@@ -322,6 +448,7 @@ class ImageFlops:
 
 
 def _children_first(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules below `module` and itself by name, children before their parents."""
     for child_name, child in module.named_children():
         yield from _children_first(f"{name}.{child_name}" if name else child_name, child)
     yield name, module

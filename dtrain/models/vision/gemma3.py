@@ -1,7 +1,7 @@
-"""The vision tower of Gemma 3 (arXiv:2503.19786, section 2.1): SigLIP (arXiv:2303.15343), and the projector that pools
-its features.
+"""The vision tower of Gemma 3 (arXiv:2503.19786, section 2.1): SigLIP (arXiv:2303.15343), and a projector.
 
-All images have one size, whose positions are learned. The projector averages squares of patches, norms and projects.
+All images have one size, whose positions are learned. The projector averages squares of patches, normalises the
+averages and projects them to the text model's hidden size.
 """
 
 from collections.abc import Sequence
@@ -35,18 +35,24 @@ from dtrain.parallel.tensor import LocalParameters
 
 @dataclass(frozen=True, kw_only=True)
 class Gemma3VisionConfig(VisionConfig):
-    """Sizes of tower and projector. side: patches at each side of an image."""
+    """Sizes of tower and projector.
+
+    Attributes:
+        side: Patches at each side of an image.
+    """
 
     side: int
     layer_norm_eps: float
 
     def size_problem(self, rows: int, columns: int) -> str | None:
         """Override `VisionConfig.size_problem`: there is one size."""
-        return None if (rows, columns) == (self.side, self.side) else f"all images have {self.side} x {self.side}"
+        if (rows, columns) == (self.side, self.side):
+            return None
+        return f"all images have {self.side} x {self.side}"
 
 
 class SiglipEmbeddings(nn.Module):
-    """A linear map of patches, and a vector for each place of an image."""
+    """Linear map of patches, and a learned vector for each position of an image."""
 
     def __init__(self, config: Gemma3VisionConfig):
         super().__init__()
@@ -55,31 +61,35 @@ class SiglipEmbeddings(nn.Module):
         self.position_embedding = PositionTable(config.side**2, config.hidden_size)
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """[P, values] -> [P, D]"""
-        hidden = self.patch_embedding(pixels).unflatten(0, (-1, self.position_embedding.num_embeddings))
-        places = torch.arange(hidden.shape[1], device=pixels.device)
-        return (hidden + self.position_embedding(places)).flatten(0, 1)
+        """Embed patches, [P, values] -> [P, D]."""
+        num_positions = self.position_embedding.num_embeddings
+        hidden = self.patch_embedding(pixels).unflatten(0, (-1, num_positions))  # [images, positions, D]
+        positions = torch.arange(hidden.shape[1], device=pixels.device)
+        return (hidden + self.position_embedding(positions)).flatten(0, 1)
 
 
 class SiglipAttention(nn.Module):
-    """Attention of every patch to all of its image."""
+    """Attention of every patch to all patches of its image."""
 
     def __init__(self, config: VisionConfig):
         super().__init__()
-        size, self.heads = config.hidden_size, config.num_attention_heads
-        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (Linear(size, size) for _ in range(4))
+        size = config.hidden_size
+        self.heads = config.num_attention_heads
+        self.q_proj = Linear(size, size)
+        self.k_proj = Linear(size, size)
+        self.v_proj = Linear(size, size)
+        self.out_proj = Linear(size, size)
 
     def forward(self, hidden: Tensor, lengths: Sequence[int], adapters: AdapterContext | None = None) -> Tensor:
-        """hidden [P, D], lengths of the images -> [P, D]"""
-        q, k, v = (
-            projection(hidden, adapters).unflatten(-1, (self.heads, -1))
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )  # [P, H, hd]
+        """Compute attention, [P, D] -> [P, D]. lengths: patches of each image."""
+        q = self.q_proj(hidden, adapters).unflatten(-1, (self.heads, -1))  # [P, H, hd]
+        k = self.k_proj(hidden, adapters).unflatten(-1, (self.heads, -1))
+        v = self.v_proj(hidden, adapters).unflatten(-1, (self.heads, -1))
         return self.out_proj(segment_attention(q, k, v, lengths).flatten(1), adapters)
 
 
 class SiglipMLP(nn.Module):
-    """fc2(act(fc1(x)))"""
+    """MLP: fc2(act(fc1(x)))."""
 
     def __init__(self, config: VisionConfig):
         super().__init__()
@@ -88,12 +98,12 @@ class SiglipMLP(nn.Module):
         self.activation = ACTIVATIONS[config.hidden_act].forward
 
     def forward(self, x: Tensor, adapters: AdapterContext | None = None) -> Tensor:
-        """[P, D] -> [P, D]"""
+        """Compute the MLP, [P, D] -> [P, D]."""
         return self.fc2(self.activation(self.fc1(x, adapters)), adapters)
 
 
 class SiglipLayer(nn.Module):
-    """A norm before attention and one before the MLP, each in its residual branch."""
+    """Layer with a norm before attention and a norm before the MLP."""
 
     def __init__(self, config: Gemma3VisionConfig):
         super().__init__()
@@ -103,13 +113,13 @@ class SiglipLayer(nn.Module):
         self.mlp = SiglipMLP(config)
 
     def forward(self, hidden: Tensor, lengths: Sequence[int], adapters: AdapterContext | None = None) -> Tensor:
-        """hidden [P, D], lengths of the images -> [P, D]"""
+        """Compute the layer, [P, D] -> [P, D]. lengths: patches of each image."""
         hidden = hidden + self.self_attn(self.layer_norm1(hidden), lengths, adapters)
         return hidden + self.mlp(self.layer_norm2(hidden), adapters)
 
 
 class SiglipVisionModel(nn.Module):
-    """Embeddings, layers and a last norm."""
+    """Embeddings, layers and a final norm."""
 
     def __init__(self, config: Gemma3VisionConfig):
         super().__init__()
@@ -118,7 +128,7 @@ class SiglipVisionModel(nn.Module):
         self.post_layernorm = LayerNorm(config.hidden_size, config.layer_norm_eps)
 
     def forward(self, pixels: Tensor, lengths: Sequence[int], adapters: AdapterContext | None = None) -> Tensor:
-        """pixels [P, values], lengths of the images -> [P, D]"""
+        """Encode patches, [P, values] -> [P, D]. lengths: patches of each image."""
         hidden = self.embeddings(pixels)
         for layer in self.encoder.layers:
             hidden = layer(hidden, lengths, adapters)
@@ -126,7 +136,7 @@ class SiglipVisionModel(nn.Module):
 
 
 class Gemma3MultiModalProjector(LocalParameters):
-    """From squares of patches to tokens."""
+    """Projector from squares of patches to tokens."""
 
     def __init__(self, config: Gemma3VisionConfig):
         super().__init__()
@@ -135,21 +145,24 @@ class Gemma3MultiModalProjector(LocalParameters):
         self.mm_soft_emb_norm = Gemma3RMSNorm(config.hidden_size, config.layer_norm_eps)
 
     def forward(self, hidden: Tensor, frames: Sequence[Frame]) -> Tensor:
-        """hidden [P, D] of images of `frames` -> [T, E]"""
+        """Pool and project, [P, D] -> [T, E]. frames: rows and columns of each image."""
         pooled = self.mm_soft_emb_norm(pool_squares(hidden, frames, self.pool))  # [T, D]
         return pooled @ self.local("mm_input_projection_weight")
 
 
 class Gemma3Vision(VisionTower):
-    """Tower and projector of Gemma 3. Patches come row by row; their values by channel, row and column."""
+    """Tower and projector of Gemma 3.
+
+    The patches of an image come row by row. The values of a patch are ordered by channel, row and column.
+    """
 
     config: Gemma3VisionConfig
     initial_values = {"multi_modal_projector.*": "zeros", "*norm*.weight": "ones", "*.bias": "zeros", "*": "normal"}
     projector_patterns = ("multi_modal_projector.*",)
     file_prefixes = {
         "vision_tower.": (
-            "vision_tower.vision_model.",  # transformers 4's
-            "vision_tower.",  # 5's
+            "vision_tower.vision_model.",  # of transformers 4
+            "vision_tower.",  # of transformers 5
             "model.vision_tower.vision_model.",
             "model.vision_tower.",
         ),
@@ -165,27 +178,30 @@ class Gemma3Vision(VisionTower):
 
     @classmethod
     def read(cls, outer: ModelFields, hidden_size: int) -> Gemma3VisionConfig:
-        fields, tokens = vision_fields(outer), outer.integer("mm_tokens_per_image", 256)
+        """Override `VisionTower.read`."""
+        fields = vision_fields(outer)
+        num_tokens = outer.integer("mm_tokens_per_image", 256)
         fields.ignore("vision_use_head", "projection_dim")  # of a head that Gemma 3 does not read
         fields.must_be_off("attention_dropout", "dropout is not implemented; set it to 0.0")
-        hidden, heads = fields.integer("hidden_size", 768), fields.integer("num_attention_heads", 12)
-        image, patch = fields.integer("image_size", 224), fields.integer("patch_size", 16)
-        side, tokens_side = image // patch, isqrt(tokens)
-        if image % patch:
-            fields.add_problem(f"image_size {image} is not a multiple of patch_size {patch}")
-        elif tokens_side**2 != tokens or side % tokens_side:
+        tower_size = fields.integer("hidden_size", 768)
+        num_heads = fields.integer("num_attention_heads", 12)
+        image_size, patch_size = fields.integer("image_size", 224), fields.integer("patch_size", 16)
+        side, token_side = image_size // patch_size, isqrt(num_tokens)
+        if image_size % patch_size:
+            fields.add_problem(f"image_size {image_size} is not a multiple of patch_size {patch_size}")
+        elif token_side**2 != num_tokens or side % token_side:
             outer.add_problem(
-                f"mm_tokens_per_image {tokens}: must be a square whose side divides the {side} patches of one"
+                f"mm_tokens_per_image {num_tokens}: must be a square whose side divides the {side} patches of one"
             )
-            tokens_side = 1
+            token_side = 1
         config = Gemma3VisionConfig(
-            hidden_size=hidden,
+            hidden_size=tower_size,
             intermediate_size=fields.integer("intermediate_size", 3072),
             num_hidden_layers=fields.integer("num_hidden_layers", 12),
-            num_attention_heads=heads,
-            head_dim=split_heads(fields, hidden, heads),
-            patch_size=patch,
-            pool=max(side // tokens_side, 1),
+            num_attention_heads=num_heads,
+            head_dim=split_heads(fields, tower_size, num_heads),
+            patch_size=patch_size,
+            pool=max(side // token_side, 1),
             hidden_act=read_activation(fields, "hidden_act", "gelu_pytorch_tanh"),
             out_hidden_size=hidden_size,
             num_channels=fields.integer("num_channels", 3),
@@ -198,9 +214,10 @@ class Gemma3Vision(VisionTower):
 
     @property
     def layers(self) -> nn.ModuleList:
+        """Override `VisionTower.layers`."""
         return self.vision_tower.encoder.layers
 
     def encode(self, pixels: Tensor, frames: Sequence[Frame], adapters: AdapterContext | None) -> Features:
-        """Override `VisionTower.encode`: [P, values] -> [T, E]"""
+        """Override `VisionTower.encode`."""
         hidden = self.vision_tower(pixels, [rows * columns for rows, columns in frames], adapters)
-        return Features(self.multi_modal_projector(hidden, frames), {})
+        return Features(self.multi_modal_projector(hidden, frames), deepstack={})

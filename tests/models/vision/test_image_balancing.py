@@ -51,6 +51,6 @@ def test_images_of_one_rank_are_encoded_by_all(places):
                 dealings[other].received_by_rank[rank] for other in range(3)
             ]
             assert sum(math.prod(grids[0][0]) for _ in dealing.encoded_images) == 16 * 6 // (3 * places)
-        assert sorted(image for images in dealings[0].gathered_by_place for image in images) == list(range(6))
+        assert sorted(image for images in dealings[0].gathered_by_slot for image in images) == list(range(6))
         assert [list(dealing.own_images) for dealing in dealings] == [list(range(6)), [], []]
     assert sorted(encoded) == list(range(6))

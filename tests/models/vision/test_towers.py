@@ -140,7 +140,7 @@ def test_starting_values_are_those_of_transformers_in_kind(name):
     fresh = transformers.AutoModel.from_config(case.config())
     ours = make_ours(name, fresh)
     for key, parameter in ours.named_parameters():
-        kind = next(kind for pattern, kind in ours.initial.items() if fnmatchcase(key, pattern))
+        kind = next(kind for pattern, kind in ours.initial_values.items() if fnmatchcase(key, pattern))
         constant = {"ones": 1.0, "zeros": 0.0}.get(kind)
         if constant is None:
             assert parameter.std() > 0, key
@@ -170,7 +170,9 @@ def test_layers_and_projector_are_parts_of_the_tower(name):
     assert len(ours.layers) == ours.config.num_hidden_layers
     of_layers = {id(parameter) for parameter in ours.layers.parameters()}
     projector = [
-        key for key, _ in ours.named_parameters() if any(fnmatchcase(key, pattern) for pattern in ours.projector)
+        key
+        for key, _ in ours.named_parameters()
+        if any(fnmatchcase(key, pattern) for pattern in ours.projector_patterns)
     ]
     parameters = dict(ours.named_parameters())
     assert projector and not any(id(parameters[key]) in of_layers for key in projector)
@@ -218,7 +220,7 @@ def test_averages_and_their_products_may_be_beyond_float16():
     ours.std_bias.fill_(6e4)
     ours.std_scale.fill_(0.1)
     hidden = 2e4 * torch.linspace(1, 1.2, 4 * 32).view(4, 32).half()
-    pooled = ours.pooled(hidden, [(2, 2)])
+    pooled = ours.pool(hidden, [(2, 2)])
     expected = (hidden.double().mean(0, keepdim=True) * 32**0.5 - 6e4) * 0.1
     assert relative(pooled, expected) < 2e-3
 
