@@ -275,7 +275,7 @@ def is_selected(name: str, selection: Names) -> bool:
     Example:
         >>> is_selected("model.layers.0.self_attn.q_proj", ("q_proj", "v_proj"))
         True
-        >>> is_selected("model.layers.0.self_attn.q_proj", r".*\.mlp\..*")
+        >>> is_selected("model.layers.0.self_attn.q_proj", ".*mlp.*")
         False
     """
     if isinstance(selection, str):
