@@ -616,6 +616,7 @@ class Encoder(RowEncoder):
         self.fingerprint_options = [loss_on]
 
     def row_content(self, row: Mapping[str, Any], name: str) -> Any:
+        """Return the messages and tools, the texts, or the ids of an example."""
         sample = normalise(self.as_messages(row, name), name)
         if isinstance(sample, Conversation):
             return [without_images(sample.messages), sample.tools, *self.image_content(sample.messages)]
@@ -624,6 +625,7 @@ class Encoder(RowEncoder):
         return sample.ids
 
     def encode_row(self, row: Mapping[str, Any], name: str) -> list[Document] | str:
+        """Encode an example to one document. One that is too long loses its end."""
         sample = normalise(self.as_messages(row, name), name)
         images = self.read_images(sample.messages) if isinstance(sample, Conversation) else []
         ids, trained, text = self._encode_example(sample, images)

@@ -113,6 +113,7 @@ class LabelledPairEncoder(PairEncoder):
         self.label = label
 
     def encode_row(self, row: Mapping[str, Any], name: str) -> list[Document] | str:
+        """Encode a pair to two documents, each with the margin."""
         margin = self.label.read(row)
         documents = super().encode_row(row, name)
         if isinstance(documents, str):
@@ -134,9 +135,11 @@ class LabelledTextEncoder(RowEncoder):
         self._examples = Encoder(tokenizer, template, loss_on="all", **limits)
 
     def row_content(self, row: Mapping[str, Any], name: str) -> Any:
+        """Return the content of the example and the label."""
         return [self._examples.row_content(self._without_label(row), name), self.label.read(row)]
 
     def encode_row(self, row: Mapping[str, Any], name: str) -> list[Document] | str:
+        """Encode a text with its label to one document. One that is too long loses its beginning."""
         label = self.label.read(row)
         sample = normalise(self.as_messages(self._without_label(row), name), name)
         text = DroppedText()
@@ -171,12 +174,14 @@ class LabelledEncoder(Encoder):
         self._pairs.accepts_images = False
 
     def row_content(self, row: Mapping[str, Any], name: str) -> Any:
+        """Return the content of the reply and the label, or of the pair."""
         if name == "preference":
             return self._pairs.row_content(row, name)
         reply = read_label(row)
         return [super().row_content(reply.row, name), reply.is_desirable]
 
     def encode_row(self, row: Mapping[str, Any], name: str) -> list[Document] | str:
+        """Encode a reply to one document. A preference row gives two samples, the chosen and the rejected reply."""
         if name == "preference":
             pair = self._pairs.encode_row(row, name)
             if isinstance(pair, str):

@@ -194,7 +194,7 @@ def _read_prompt_of_other_name(row: Mapping[str, Any]) -> list[Message] | None:
         return [{"role": "user", "content": read_string(row[names[0]], names[0])}]
     if names:
         raise UserError(
-            f"beside chosen and rejected the row has {', '.join(names)}. Name the prompt, for example with "
+            f"in addition to chosen and rejected, the row has {', '.join(names)}. Name the prompt, for example with "
             f"data.train.columns={{prompt: {names[0]}}}"
         )
     return None
@@ -265,7 +265,7 @@ def _read_chat_pair(row: Mapping[str, Any], prompt: Any, chosen: Any, rejected: 
     _check_completion(rejected, rejected_marks, start, "rejected")
     before = with_system(before, row.get("system"))
     if image_parts([*chosen[start:], *rejected[start:]]):
-        raise UserError("chosen or rejected has an image of its own. The images of a pair must be in its prompt")
+        raise UserError("chosen or rejected has an image. The images of a pair must be in its prompt")
     return ChatPair(with_images(row, before), chosen[start:], rejected[start:], read_tools(row))
 
 
@@ -317,6 +317,7 @@ class PairEncoder(RowEncoder):
     keeps_ends = False
 
     def row_content(self, row: Mapping[str, Any], name: str) -> Any:
+        """Return the prompt, the two completions and the tools."""
         pair = self._read_pair(row, name)
         if not isinstance(pair, ChatPair):
             return [pair.prompt, pair.chosen, pair.rejected, None]
@@ -324,6 +325,7 @@ class PairEncoder(RowEncoder):
         return [prompt, pair.chosen, pair.rejected, pair.tools, *self.image_content(pair.prompt)]
 
     def encode_row(self, row: Mapping[str, Any], name: str) -> list[Document] | str:
+        """Encode a pair to two documents: the prompt with the chosen and with the rejected completion."""
         pair = self._read_pair(row, name)
         images = self.read_images(pair.prompt) if isinstance(pair, ChatPair) else []
         full = self.encode(pair, images)

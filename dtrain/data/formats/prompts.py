@@ -229,11 +229,13 @@ class PromptEncoder(RowEncoder):
         self.fingerprint_options = [fingerprint]
 
     def row_content(self, row: Mapping[str, Any], name: str) -> Any:
+        """Return the prompt and its tools."""
         prompt = normalise_prompt(self.as_messages(row, name), name)
         messages: Any = prompt.content if prompt.is_chat else ()
         return [prompt.content_without_images, prompt.tools, *self.image_content(messages)]
 
     def encode_row(self, row: Mapping[str, Any], name: str) -> list[Document] | str:
+        """Encode a prompt to one document, and the row's own answer to another one if it is trained, too."""
         options = self.options
         prompt = normalise_prompt(self.as_messages(row, name), name, options.system)
         if options.tools:

@@ -45,7 +45,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, pairwise, starmap
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -158,11 +158,20 @@ class Source:
         return reading
 
 
-class Samples:
-    """The samples of a cache.
+class CachedDocument(NamedTuple):
+    """A document of a cache.
 
-    `samples[i]` is a list of documents. Each document is a pair (token ids, int32 [s]; whether each is trained,
-    bool [s]).
+    Attributes:
+        ids: Token ids, int32 [s].
+        trained: Whether each token is trained, bool [s].
+    """
+
+    ids: Tensor
+    trained: Tensor
+
+
+class Samples:
+    """The samples of a cache. `samples[i]` is the list of documents of sample i.
 
     Attributes:
         directory: The cache's directory.
@@ -235,10 +244,13 @@ class Samples:
     def __len__(self) -> int:
         return self.meta["samples"]
 
-    def __getitem__(self, index: int) -> list[tuple[Tensor, Tensor]]:
+    def __getitem__(self, index: int) -> list[CachedDocument]:
         first = index * self.documents_per_sample
         bounds = self._offsets[first : first + self.documents_per_sample + 1].tolist()
-        return [(self._tokens[start:end], self._trained[start:end].bool()) for start, end in pairwise(bounds)]
+        documents = []
+        for start, end in pairwise(bounds):
+            documents.append(CachedDocument(self._tokens[start:end], self._trained[start:end].bool()))
+        return documents
 
     def __reduce__(self):
         # A worker process maps the files again instead of receiving their content.
@@ -509,23 +521,9 @@ def _write_samples(
     samples_per_source = [0] * len(sources)
     with ExitStack() as stack:
         writer = _CacheWriter(directory, stack, encoder)
-        encode: Callable[[Iterable[Job]], Iterator[EncodedChunk]] = partial(starmap, encoder.encode_chunk)
-        if num_bytes > MIN_PARALLEL_BYTES:
-            workers = num_workers or num_cores()
-            if workers > 1:
-                from dtrain.data.rows.pool import Pool
-
-                encode = stack.enter_context(Pool(encoder, workers)).encode
-        bar = stack.enter_context(
-            tqdm(
-                total=None if has_gzip else num_bytes,  # chunks of a gzipped file count its uncompressed bytes
-                desc=f"tokenising {label}",
-                unit="B",
-                unit_scale=True,
-                disable=None if progress else True,  # None: shown only on a terminal
-                leave=False,
-            )
-        )
+        encode = _parallel_encode(stack, encoder, num_bytes, num_workers)
+        # The chunks of a gzipped file count its uncompressed bytes, whose number is not known.
+        bar = stack.enter_context(_progress_bar(label, None if has_gzip else num_bytes, progress))
         # Results arrive in the order of the jobs, so a queue tells which file each result belongs to.
         file_numbers: deque[int] = deque()
 
@@ -562,6 +560,29 @@ def _write_samples(
         "max_length": encoder.max_length,
         "sizes": {name: (directory / name).stat().st_size for name in writer.streams},
     }
+
+
+def _parallel_encode(
+    stack: ExitStack, encoder: RowEncoder, num_bytes: int, num_workers: int | None
+) -> "Callable[[Iterable[Job]], Iterator[EncodedChunk]]":
+    """Return a function that encodes chunks in order: in processes, or in this one if there are few bytes."""
+    workers = num_workers or num_cores()
+    if num_bytes <= MIN_PARALLEL_BYTES or workers <= 1:
+        return partial(starmap, encoder.encode_chunk)
+    from dtrain.data.rows.pool import Pool  # needed only for large data
+
+    return stack.enter_context(Pool(encoder, workers)).encode
+
+
+def _progress_bar(label: str, total: int | None, progress: bool) -> tqdm:
+    return tqdm(
+        total=total,
+        desc=f"tokenising {label}",
+        unit="B",
+        unit_scale=True,
+        disable=None if progress else True,  # None: shown only on a terminal
+        leave=False,
+    )
 
 
 def with_split_threshold(sources: Sequence[Source], encoder: RowEncoder) -> RowEncoder:

@@ -111,17 +111,17 @@ def rename_columns(
         {'id': 7, 'messages': ['...']}
     """
     if strict:
-        absent = [f"{ours}: {theirs}" for ours, theirs in columns.items() if not has_column(row, theirs)]
+        absent = _absent_columns(row, columns)
         if absent:
+            names = ", ".join(f"{column}: {file_column}" for column, file_column in absent.items())
             raise UserError(
-                f"{key} names {', '.join(absent)}, and the file has no such column; it has "
-                f"{', '.join(column_names(row))}"
+                f"{key} names {names}, and the file has no such column; it has {', '.join(column_names(row))}"
             )
     replaced = {*columns, *columns.values()}
     result = {name: value for name, value in row.items() if name not in replaced}
-    for ours, theirs in columns.items():
-        if has_column(row, theirs):
-            result[ours] = get_column(row, theirs)
+    for column, file_column in columns.items():
+        if has_column(row, file_column):
+            result[column] = get_column(row, file_column)
     return result
 
 
@@ -132,10 +132,16 @@ def describe_missing_columns(row: Mapping[str, Any], columns: Mapping[str, str])
         row: The row as the file writes it.
         columns: dtrain's names of columns, each with the name that the file uses.
     """
-    absent = [f"{ours} is the file's {theirs}" for ours, theirs in columns.items() if not has_column(row, theirs)]
+    absent = _absent_columns(row, columns)
     if not absent:
         return ""
-    return f" (by `columns`, {', '.join(absent)}, and this row has {', '.join(column_names(row))})"
+    names = ", ".join(f"{column} is the file's {file_column}" for column, file_column in absent.items())
+    return f" (by `columns`, {names}, and this row has {', '.join(column_names(row))})"
+
+
+def _absent_columns(row: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, str]:
+    """Return those of `columns` whose column of the file a row does not have."""
+    return {column: name for column, name in columns.items() if not has_column(row, name)}
 
 
 # Names of columns in public data sets.
@@ -242,8 +248,8 @@ def suggest_mapping(row: Mapping[str, Any], kind: str, key: str | None) -> str:
         messages = columns.lists[chat]
         if kind != "prompts" and not any(_is_from_assistant(message) for message in messages):
             return ""
-        ours = "conversations" if "from" in messages[0] else "messages"
-        return _describe_mapping({ours: chat}, key)
+        column = "conversations" if "from" in messages[0] else "messages"
+        return _describe_mapping({column: chat}, key)
     if kind == "prompts":
         if not columns.texts:
             return ""
@@ -323,10 +329,10 @@ def _text_hint(columns: _RowColumns, num_columns: int, key: str | None) -> str:
 def _describe_mapping(mapping: Mapping[str, str], key: str | None, how: str = ", or map them:") -> str:
     """Return the end of a hint: the setting of `key` for a mapping of names, or the columns to rename."""
     changed = {}
-    for ours, theirs in mapping.items():
-        if ours != theirs:
-            changed[ours] = json.dumps(theirs) if " " in theirs else theirs
+    for column, file_column in mapping.items():
+        if column != file_column:
+            changed[column] = json.dumps(file_column) if " " in file_column else file_column
     if key is None:
-        return f", such as {', '.join(f'{theirs} to {ours}' for ours, theirs in changed.items())}"
-    entries = ", ".join(f"{ours}: {theirs}" for ours, theirs in changed.items())
+        return f", such as {', '.join(f'{file_column} to {column}' for column, file_column in changed.items())}"
+    entries = ", ".join(f"{column}: {file_column}" for column, file_column in changed.items())
     return f"{how} '{key}={{{entries}}}', for one"
