@@ -101,7 +101,7 @@ def chats(**more):
     (chats(rejected=[{**BAD, "train": False}]), "preference", ["rejected[0] asks not to be trained"]),
     (chats(chosen=[ASK], rejected=[ASK]), "preference", ["chosen has no message beyond the prompt's"]),
     (chats(prompt=None), "preference", ["do not begin with the same message", "prompt is null"]),
-    (chats(prompt=None, query="hi"), "preference", ["in addition to chosen and rejected", "query", "columns={prompt: query}"]),
+    (chats(prompt=None, query="hi"), "preference", ["in addition to chosen", "query", "columns={prompt: query}"]),
     (chats(prompt=None, question="hi", input="x"), "preference", ["question, input. Name the prompt"]),
     (chats(prompt=None, conversations=[{"from": "x", "value": "y"}]), "preference", ["conversations[0].from is 'x'"]),
     (chats(prompt="other", chosen=[ASK, GOOD], rejected=[ASK, BAD]), "preference", ["prompt is a string that is none"]),

@@ -45,9 +45,10 @@ from dtrain.base.batch import IGNORE_INDEX
 from dtrain.base.errors import UserError
 from dtrain.base.randomness import mix, random_key
 from dtrain.base.ranks import balance_by_cost
-from dtrain.data.rows.cache import Samples, SourceSamples
+from dtrain.data.rows.cache import CachedDocument, Samples, SourceSamples
 
 if TYPE_CHECKING:
+    from dtrain.data.images.files import ImageRecord
     from dtrain.data.images.reader import ImageReader
 
 ROUNDS = 8
@@ -345,7 +346,7 @@ class Rows:
         If the samples have images, they are decoded here, and a row also has the tensors that
         `ImageReader.image_streams_of_rows` returns.
         """
-        documents = []
+        documents: list[CachedDocument] = []
         for index in samples:
             documents.extend(self.samples[index])
         if self.packing:
@@ -355,12 +356,12 @@ class Rows:
         rows = [build_row([documents[number] for number in numbers]) for numbers in documents_of_rows]
         if self.images is None:
             return rows
-        images = []  # of each document
+        images: list[list[ImageRecord]] = []  # of each document
         for index in samples:
             images.extend(self.samples.images(index))
         documents_with_images = []
         for numbers in documents_of_rows:
-            documents_with_images.append([(documents[number][0], images[number]) for number in numbers])
+            documents_with_images.append([(documents[number].ids, images[number]) for number in numbers])
         image_streams = self.images.image_streams_of_rows(documents_with_images)
         return [row | streams for row, streams in zip(rows, image_streams, strict=True)]
 
