@@ -18,7 +18,7 @@ becomes
 This module does not import torch.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dtrain.base.errors import UserError
@@ -82,6 +82,7 @@ def with_images(row: Mapping[str, Any], messages: list[dict[str, Any]]) -> list[
     """
     images = images_in(row)
     parts = image_parts(messages)
+    # A row has its images either in the parts or in the column. Parts without an image refer to the column.
     parts_without_image = [part for part in parts if part["image"] is None]
     if images is None:
         num_without = len(parts_without_image)
@@ -95,7 +96,7 @@ def with_images(row: Mapping[str, Any], messages: list[dict[str, Any]]) -> list[
         raise UserError(f"the messages have images of their own, and the row has {COLUMN}. Keep one of them")
     if not parts_without_image:
         messages = [_split_at_placeholders(message) for message in messages]
-    num_parts = len(image_parts(messages))
+    num_parts = len(image_parts(messages))  # with those of placeholders
     if not num_parts and images:
         return _put_before_first_user_message(messages, images)
     if num_parts != len(images):
@@ -104,17 +105,19 @@ def with_images(row: Mapping[str, Any], messages: list[dict[str, Any]]) -> list[
             f"the messages have {num_parts} places for images ({written}), but {COLUMN} has {len(images)}. "
             "Give each place one image"
         )
-    remaining = iter(images)
-
-    def with_next_image(part: dict[str, Any]) -> dict[str, Any]:
-        return {**part, "image": next(remaining)}
-
-    return [_map_image_parts(message, with_next_image) for message in messages]
+    filled = []
+    num_used = 0
+    for message in messages:
+        num_in_message = len(image_parts([message]))
+        images_of_message = images[num_used : num_used + num_in_message]
+        filled.append(_replace_image_parts(message, [{"type": "image", "image": image} for image in images_of_message]))
+        num_used += num_in_message
+    return filled
 
 
 def without_images(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return messages whose image parts are `{"type": "image"}` without an image, as chat templates read them."""
-    return [_map_image_parts(message, lambda part: {"type": "image"}) for message in messages]
+    return [_replace_image_parts(message, [{"type": "image"} for _ in image_parts([message])]) for message in messages]
 
 
 def image_parts(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -155,12 +158,19 @@ def text_of(content: Any) -> str:
     return content
 
 
-def _map_image_parts(message: Mapping[str, Any], change: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
-    """Return a message with each image part replaced by `change(part)`, in order."""
+def _replace_image_parts(message: Mapping[str, Any], new_parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return a message whose image parts are `new_parts`, in order."""
     content = message.get("content")
     if not isinstance(content, list):
         return {**message}
-    return {**message, "content": [change(part) if part.get("type") == "image" else part for part in content]}
+    parts = []
+    num_replaced = 0
+    for part in content:
+        if part.get("type") == "image":
+            part = new_parts[num_replaced]
+            num_replaced += 1
+        parts.append(part)
+    return {**message, "content": parts}
 
 
 def _split_at_placeholders(message: dict[str, Any]) -> dict[str, Any]:
