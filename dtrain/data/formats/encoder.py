@@ -15,7 +15,7 @@ A message with `train: false` is never trained. replies.py describes which chara
 token is trained if at least one of its characters is. For example, with loss_on=assistant:
 
     text      <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nHello<|im_end|>\\n
-    trained                                                       Hello<|im_end|>
+    trained                                                          Hello<|im_end|>
 
 A plain string is framed: in front of it comes what the tokenizer's post-processor adds (BOS, for most), and behind it
 the EOS token, which is trained. Chat templates write their own tokens.

@@ -32,7 +32,9 @@ SPLIT_WORDS = {
     "test": ("test", "testing", "eval", "evaluation"),
 }
 SPLIT_OF = {word: split for split, words in SPLIT_WORDS.items() for word in words}
+# A file that is one part of a split, such as train-00000-of-00003.parquet.
 _SHARD = re.compile(r"(.+?)-\d{5}-of-(\d{5})(-[0-9a-f]+)?")
+# Files that describe a dataset.
 _NOT_ROWS = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json")
 
 README = "README.md"

@@ -6,7 +6,8 @@ it, because the model stops at the token. So a model learns to write its reply a
 put into its prompt. For example:
 
     <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nHello<|im_end|>\\n
-                                      header              reply
+                                    -----------------------===============
+                                             header             reply
 
 How a reply is found:
 

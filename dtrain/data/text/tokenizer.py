@@ -43,7 +43,9 @@ STAND_INS = range(0xF0000, 0xFFFFE)  # private characters, one for each control 
 WRITERS = ("assistant", "system", "developer", "model")  # roles whose content may have control tokens
 
 SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+# Flags of a token in `added_tokens_decoder`.
 SPECIAL_TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
+# Keys of tokenizer_config.json and its tables that name tokens for images, video and audio.
 IMAGE_TOKENS = ("image_token", "boi_token", "eoi_token", "video_token", "audio_token")
 TOKEN_TABLES = ("extra_special_tokens", "model_specific_special_tokens")  # of tokenizer_config.json
 TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "config.json")
