@@ -419,9 +419,9 @@ class RowEncoder:
         as_tokens: set[str | None] = set()
         as_characters: set[str] = set()
         for document in documents:
-            for control, text in self.tokenizer.pieces(document.ids):
-                as_tokens.add(control)
-                as_characters.update(match[0] for match in control_tokens.find(text))
+            for piece in self.tokenizer.pieces(document.ids):
+                as_tokens.add(piece.control)
+                as_characters.update(match[0] for match in control_tokens.find(piece.text))
         return SpelledTokens(
             as_characters=sorted(spelled & as_characters),
             as_tokens=sorted((spelled & as_tokens) - control_tokens.escaped),

@@ -75,6 +75,18 @@ class EncodedText(NamedTuple):
     offsets: list[tuple[int, int]]
 
 
+class DecodedPiece(NamedTuple):
+    """A piece of decoded ids.
+
+    Attributes:
+        control: The control token that the piece begins with; None for a first piece without one.
+        text: The text after this token.
+    """
+
+    control: str | None
+    text: str
+
+
 class Tokenizer:
     """Tokenizer of text to ids and back.
 
@@ -245,31 +257,28 @@ class Tokenizer:
         """Return the text of ids."""
         return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
-    def pieces(self, ids: Sequence[int]) -> list[tuple[str | None, str]]:
+    def pieces(self, ids: Sequence[int]) -> list[DecodedPiece]:
         """Decode `ids` in pieces that begin at control tokens.
 
-        A control token and the characters of its name decode to the same text. The pieces tell them apart.
-
-        Returns:
-            For each piece, the control token that it begins with (None for a first piece without one) and the text
-            after this token.
+        A control token and the characters of its name decode to the same text. The pieces tell them apart. For example,
+        the ids of `<|im_end|>` the token and of its characters give ("<|im_end|>", "<|im_end|>").
         """
         groups: list[list[int]] = [[]]
         for token in ids:
             if token in self._control_ids:
                 groups.append([])
             groups[-1].append(token)
-        pieces: list[tuple[str | None, str]] = []
+        pieces: list[DecodedPiece] = []
         for group in groups:
             control = self._control_ids.get(group[0]) if group else None
             # Decoded together, because a SentencePiece tokenizer drops the space of the first token that it decodes.
             text = self.decode(group)
             if control is None:
-                pieces.append((None, text))
+                pieces.append(DecodedPiece(None, text))
             elif text.startswith(control):
-                pieces.append((control, text[len(control) :]))
+                pieces.append(DecodedPiece(control, text[len(control) :]))
             else:
-                pieces.append((control, self.decode(group[1:])))
+                pieces.append(DecodedPiece(control, self.decode(group[1:])))
         return pieces if groups[0] else pieces[1:]
 
     @cached_property
