@@ -178,7 +178,7 @@ def test_rows_become_replies_that_are_wanted_or_not(tmp_path, name):
 
 def test_a_label_that_is_none_is_told():
     assert read_label({"label": 0, "x": 1}) == read_label({"label": 0.0, "x": 1}) == (False, {"x": 1})
-    with pytest.raises(UserError, match="label is 0.7: it must be true"):
+    with pytest.raises(UserError, match="label is 0.7, but it must be true"):
         read_label({"label": 0.7})
     with pytest.raises(UserError, match=r"the row has no label.*data.train.columns=\{label: NAME\}"):
         read_label({"prompt": "a"})

@@ -280,10 +280,10 @@ def test_a_preview_shows_what_a_row_is_worth(tmp_path, task, shown):
 @pytest.mark.parametrize(
     ("task", "change", "answer"),
     [
-        ("classes", {"label": 3}, "label is 3, and must be a whole number from 0 to 2"),
+        ("classes", {"label": 3}, "label is 3, but with reward.num_labels=3 it must be a whole number from 0 to 2"),
         ("classes", {"label": None}, "the row has no label"),
-        ("numbers", {"label": "good"}, "label is 'good', and must be a finite number"),
-        ("pairs", {"margin": "wide"}, "margin is 'wide', and must be a finite number"),
+        ("numbers", {"label": "good"}, "label is 'good', but it must be a finite number"),
+        ("pairs", {"margin": "wide"}, "margin is 'wide', but it must be a finite number"),
     ],
 )
 def test_a_row_that_is_wrong_is_named(tmp_path, task, change, answer):

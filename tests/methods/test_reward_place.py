@@ -104,7 +104,7 @@ def test_rows_that_were_cut_behind_their_turns_are_not_read_from_a_cache(tmp_pat
     directory = directory_of(tmp_path, "nothing behind it")
     tokenizer = Tokenizer.from_directory(directory)
     for kind, marks in ((LabelledPairEncoder, ("pairs", "margins")), (LabelledTextEncoder, ("labels",))):
-        before = type("Before", (kind,), {"marks": marks})
+        before = type("Before", (kind,), {"fingerprint_marks": marks})
         found, old = (one(tokenizer, None, label=Label("label"), max_length=9).fingerprint for one in (kind, before))
         assert found != old
 
