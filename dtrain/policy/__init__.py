@@ -1,17 +1,17 @@
 """A model on a mesh with its optimizer.
 
-policy                the one object through which trainer and methods train
+policy                the object through which trainer and methods train. Read this first
 build                 a model on its mesh, and which of its parameters are trained
 optimizer             a recipe's optimizer, and the optional memory features that it uses
-batching              a caller's batch at the door, and its micro-batches
-score                 what a loss may ask of the model
+batching              checking a caller's batch, and its micro-batches
+score                 what a loss can read of the model
 results               what a step returns, and its events, for code that measures it
-options               the recipe's sections that a policy reads, its dtypes, and how its model is built
+options               the sections of a recipe that a policy reads, its dtypes, and options for building
 reference             frozen weights of the same model
-other_models          a teacher, and a reward model, which rates texts
+other_models          a teacher for distillation, and a reward model that scores texts
 checkpoint            saving and loading, of one model or of several under their names
 offloader             weights and optimizer state moved to host memory and back; the device's memory and profiler
-weights               full tensors for an engine, sent in buckets; the bytes of a rank's weights
+weights               full tensors for inference engines, sent in buckets; the bytes of a rank's weights
 worker                the policy under NeMo-RL's name and keywords
 """
 

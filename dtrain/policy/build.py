@@ -1,18 +1,26 @@
-"""Building of a recipe's model on its mesh, in the fixed order in which the parts can be applied.
+"""Build a recipe's model on its mesh.
 
-1. the modules on meta, so that no rank ever holds the whole model, their adapters, and which parameters are trained;
-2. tensor parallel, which replaces parameters by their shards, and expert parallel, which does so with experts;
-3. context parallel, which sets the attention kernel, and has keys projected before queries where they are gathered;
-4. compile, per layer, what lies before and after attention: selective checkpointing is in it, no kernel or hook is;
-5. tiles, around these; else activation checkpointing, around all that the layer computes, its collectives included;
-   the move of what is kept to the host, around that;
-6. FSDP, which cuts whatever parameters it finds;
-7. memory for this rank's shards, and their values: read slice by slice, or drawn by logical position.
+The parts are applied in this order. No other order works:
+
+1. Modules on the meta device, so that no rank ever allocates the full model. Adapters are added, and the parameters
+   that are not trained are frozen.
+2. Tensor parallel, which replaces parameters by their shards. Expert parallel, which does the same for experts.
+3. The attention kernel, with the exchange of keys under context parallel. If a kernel gathers keys, keys are projected
+   before queries, so that the exchange overlaps with the projection of queries.
+4. `torch.compile` of the parts of each layer before and after attention. Selective activation checkpointing is inside
+   of what is compiled, kernels and hooks are not.
+5. Tiles around the compiled parts, or else activation checkpointing around everything that a layer computes, its
+   collectives included. Then the offload of saved activations to the host, around that.
+6. FSDP, which shards whatever parameters it finds.
+7. Memory for this rank's shards, and their values: read slice by slice from files, or random numbers that depend on the
+   logical position in the full tensor. Either way a model has the same weights on every mesh.
+
+`build_on_meta` does steps 1 to 6, `build_model` all of them. A plan needs only the first six.
 """
 
 from collections.abc import Collection
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
@@ -42,7 +50,9 @@ if TYPE_CHECKING:
 
 
 SINGLE_RANK = Ranks(single_process=True)
-MAX_MASKED_ROW_LENGTH = 16384  # tokens of a row; beyond, a mask over queries × keys takes longer than anyone waits
+
+MAX_MASKED_ROW_LENGTH = 16384
+"""Tokens of the longest row that attention should compute with a mask over queries × keys, because of the time."""
 
 
 def build_model(
@@ -63,14 +73,14 @@ def build_model(
         mesh: The mesh.
         precision: The dtypes of the model.
         device: Device of the model's parameters.
-        options: How it is built, besides what the recipe says. None: the defaults.
+        options: What the recipe does not say. None: the defaults.
 
     Collectives:
         Those of `build_on_meta`. Every rank of the mesh calls this.
     """
     options = BuildOptions() if options is None else options
     if device.type == "cuda":
-        # cuDNN builds a graph for each new shape, and the rows of a micro-batch are as long as its longest.
+        # cuDNN would build a graph for each new shape, and the width of micro-batches varies from step to step.
         torch.backends.cuda.enable_cudnn_sdp(False)
     model = build_on_meta(recipe, config, mesh, precision, device, options)
     if options.materialize:
@@ -82,7 +92,8 @@ def build_model(
 def _materialize(model: CausalLM, recipe: PolicyConfig, config: ModelConfig, device: torch.device) -> None:
     """Give the parameters memory and values: those of the recipe's files, or random ones."""
     model.to_empty(device="cpu" if offloads_parameters(recipe, device) else device)
-    model.tie_weights()  # memory is given parameter by parameter where FSDP does not hold them
+    # Without FSDP, `to_empty` allocates each parameter by itself, which unties the head.
+    model.tie_weights()
     if recipe.model.init == "scratch":
         models.init_weights(model, recipe.run.seed)
     else:
@@ -90,7 +101,7 @@ def _materialize(model: CausalLM, recipe: PolicyConfig, config: ModelConfig, dev
         if config.has_new_head:
             models.init_weights(model, recipe.run.seed, only="score.*")
     if recipe.lora is not None:
-        from dtrain.adapters.lora import init_adapters
+        from dtrain.adapters.lora import init_adapters  # only for runs with adapters
 
         init_adapters(model, recipe.run.seed)
 
@@ -103,24 +114,24 @@ def build_on_meta(
     device: torch.device,
     options: BuildOptions | None = None,
 ) -> CausalLM:
-    """Lay out the model of `build_model` on its mesh. The sharded parameters are on meta.
+    """Build the model of `build_model` on its mesh without values: the sharded parameters are on the meta device.
 
-    One rank that computes in its masters' dtype goes without FSDP: the same bits, and no copies.
+    FSDP is left out if a single rank computes in the dtype of its masters. The results are the same bits, and no weight
+    is copied.
 
     Args:
-        recipe: As of `build_model`, like the other arguments.
+        recipe: The recipe.
         config: Config of the model.
         mesh: The mesh.
         precision: The dtypes of the model.
         device: Device of the run.
-        options: A kernel in it is used with the exchange of the recipe over cp.
+        options: What the recipe does not say. A kernel in it is combined with the recipe's exchange over cp.
 
     Collectives:
         On CUDA in half precision, the ranks of cp agree on a kernel, unless `options` has one.
     """
     parallel = recipe.parallel
     options = BuildOptions() if options is None else options
-    kernel = options.kernel
     model = models.build(config, dtype=precision.master, device="meta")
     select_trained_parameters(model, recipe, precision.compute)
     if mesh.tp.size() > 1:
@@ -129,29 +140,12 @@ def build_on_meta(
     if model.routing is not None:
         model.routing.cp, model.routing.tp = mesh.cp, mesh.tp
     if mesh.ep is not None:
-        from dtrain.parallel.experts import shard_experts
+        from dtrain.parallel.experts import shard_experts  # only for expert parallel
 
         shard_experts(model, mesh.ep, mesh.tp)
-    if kernel is None:
-        ranks = Ranks(mesh.cp.get_group()) if mesh.cp.size() > 1 else SINGLE_RANK
-        max_row_length = options.max_row_length or recipe.data.max_length
-        kernel = choose_attention(recipe, config, precision, device, max_row_length, ranks)
-        model.model.flash_delta, model.model.no_flash_delta_reason = choose_delta(
-            recipe, config, precision, device, ranks
-        )
-    if mesh.cp.size() > 1:
-        kernel = _over_context_ranks(kernel, mesh, parallel.cp_rotate)
-    if recipe.train.tile == "all":
-        from dtrain.attention.kernels import GroupedKernel
-
-        kernel = GroupedKernel(kernel)
-    model.use_kernel(kernel)
-    if kernel.gathers:
-        from dtrain.models.common.keys_first import project_keys_first
-
-        project_keys_first(model)
+    _attach_kernel(model, recipe, config, mesh, precision, device, options)
     if recipe.train.compile:
-        from dtrain.memory.compilation import compile_model
+        from dtrain.memory.compilation import compile_model  # loads torch's compiler
 
         compile_model(
             model,
@@ -162,7 +156,7 @@ def build_on_meta(
             compile_part=options.compile_part,
             determinism_check=options.determinism_check,
         )
-    _keep_for_backward(model, recipe, device, options)
+    _apply_memory_options(model, recipe, device, options)
     if mesh.size > 1 or precision.is_mixed or offloads_parameters(recipe, device):
         dtypes = mixed_precision(precision.compute, precision.reduce)
         offload = CPUOffloadPolicy() if offloads_parameters(recipe, device) else None
@@ -170,22 +164,52 @@ def build_on_meta(
     return model
 
 
-def _keep_for_backward(model: CausalLM, recipe: PolicyConfig, device: torch.device, options: BuildOptions) -> None:
-    """Apply tiles, activation checkpointing and activation offload, as `train` says. No collective."""
+def _attach_kernel(
+    model: CausalLM,
+    recipe: PolicyConfig,
+    config: ModelConfig,
+    mesh: Mesh,
+    precision: Precision,
+    device: torch.device,
+    options: BuildOptions,
+) -> None:
+    """Give the layers their attention kernel. Its collectives are those of `build_on_meta`."""
+    kernel = options.kernel
+    if kernel is None:
+        ranks = Ranks(mesh.cp.get_group()) if mesh.cp.size() > 1 else SINGLE_RANK
+        max_row_length = options.max_row_length or recipe.data.max_length
+        kernel = choose_attention(recipe, config, precision, device, max_row_length, ranks)
+        delta = choose_delta(recipe, config, precision, device, ranks)
+        model.model.flash_delta, model.model.no_flash_delta_reason = delta.kernel, delta.note
+    if mesh.cp.size() > 1:
+        kernel = _over_context_ranks(kernel, mesh, recipe.parallel.cp_rotate)
+    if recipe.train.tile == "all":
+        from dtrain.attention.kernels import GroupedKernel
+
+        kernel = GroupedKernel(kernel)
+    model.use_kernel(kernel)
+    if kernel.gathers:
+        from dtrain.models.common.keys_first import project_keys_first  # only for gathered keys
+
+        project_keys_first(model)
+
+
+def _apply_memory_options(model: CausalLM, recipe: PolicyConfig, device: torch.device, options: BuildOptions) -> None:
+    """Apply tiles, activation checkpointing and activation offload, as the section `train` says. No collective."""
     train = recipe.train
     is_tiled = train.tile != "none"
     if is_tiled:
-        from dtrain.memory.tiles import tile_layers
+        from dtrain.memory.tiles import tile_layers  # optional
 
         tile_layers(model, train.tile)
     layers = None
     if train.compile:
-        from dtrain.memory.compilation import modules_to_checkpoint
+        from dtrain.memory.compilation import modules_to_checkpoint  # loads torch's compiler
 
         layers = modules_to_checkpoint(model, recipe.train)
     checkpoint_activations(model, train.activation_checkpointing, is_tiled, layers, options.determinism_check)
     if train.activation_offload:
-        from dtrain.memory import activation_offload as offload
+        from dtrain.memory import activation_offload as offload  # optional
 
         memory = options.host_memory
         if memory is None:
@@ -195,18 +219,28 @@ def _keep_for_backward(model: CausalLM, recipe: PolicyConfig, device: torch.devi
 
 
 def offloads_parameters(recipe: PolicyConfig, device: torch.device) -> bool:
-    """Return whether parameters live in host memory."""
-    return recipe.parallel.cpu_offload and device.type != "cpu"  # on a CPU they are there already
+    """Check whether parameters are stored in host memory. On a CPU they are there anyway, and this is False."""
+    return recipe.parallel.cpu_offload and device.type != "cpu"
 
 
 def _over_context_ranks(kernel: Kernel, mesh: Mesh, rotate: str) -> Kernel:
-    from dtrain.attention.context import GatherKernel, RingKernel
+    """Wrap a kernel in the exchange of keys over cp."""
+    from dtrain.attention.context import GatherKernel, RingKernel  # only for context parallel
     from dtrain.attention.varlen import VarlenKernel
 
-    over_ranks = RingKernel if rotate == "ring" else GatherKernel
+    exchange = RingKernel if rotate == "ring" else GatherKernel
     if isinstance(kernel, VarlenKernel):
-        return VarlenKernel(kernel.flash, over_ranks(kernel.masked, mesh.cp), note=kernel.note)
-    return over_ranks(kernel, mesh.cp)
+        # Its inner kernel exchanges the keys, and computes the rows that need a mask.
+        return VarlenKernel(kernel.flash, exchange(kernel.masked, mesh.cp), note=kernel.note)
+    return exchange(kernel, mesh.cp)
+
+
+def _first_problem(problems: list[str | None]) -> str | None:
+    """Return the first problem of several ranks, or None."""
+    for problem in problems:
+        if problem is not None:
+            return problem
+    return None
 
 
 def choose_attention(
@@ -217,68 +251,111 @@ def choose_attention(
     longest: int,
     ranks: Ranks = SINGLE_RANK,
 ) -> Kernel:
-    """Return `VarlenKernel` where it is wanted and sound on every cp rank, else SDPA. Raises UserError where it is not
-    sound and `model.attention` insists, or rows, of `longest` tokens at most, are too long for a mask.
+    """Choose the attention kernel: `VarlenKernel` if it is selected and correct on every cp rank, otherwise SDPA.
 
-    ranks: of cp, on each of which it is proved. Collective over them.
+    "Correct" is tried out: the kernel computes a small example of each of the model's attention shapes on the device,
+    and the results are compared with those of plain PyTorch.
+
+    Args:
+        recipe: The recipe.
+        config: Config of the model.
+        precision: The dtypes of the model.
+        device: Device of the run.
+        longest: Tokens of the longest row.
+        ranks: The cp ranks.
+
+    Raises:
+        UserError: If the kernel is not correct, and `model.attention` demands it or rows of `longest` tokens are too
+            long for a mask.
+
+    Collectives:
+        Those of `varlen.choose_version` over `ranks`.
     """
     if not uses_varlen_kernel(recipe, precision, device.type):
         return SdpaKernel()
-    from dtrain.attention import varlen
+    from dtrain.attention import varlen  # only on CUDA
     from dtrain.attention.varlen import VarlenKernel
 
-    kernel, exchanges, shapes = VarlenKernel(), recipe.parallel.cp > 1, config.attention_shapes(recipe.parallel.tp)
+    kernel = VarlenKernel()
+    is_exchanged = recipe.parallel.cp > 1
 
-    def proof(is_later: bool) -> str | None:
-        problems = (
-            varlen.check_varlen(
+    def check_on_this_rank(is_later: bool) -> str | None:
+        for shape in config.attention_shapes(recipe.parallel.tp):
+            problem = varlen.check_varlen(
                 kernel.flash,
                 **shape,
                 dtype=precision.compute,
                 device=device,
-                exchange=recipe.parallel.cp_rotate if exchanges else None,
+                exchange=recipe.parallel.cp_rotate if is_exchanged else None,
                 is_later=is_later,
             )
-            for shape in shapes
-        )
-        return next(filter(None, problems), None)
+            if problem is not None:
+                return problem
+        return None
 
-    def prove(is_later: bool) -> str | None:
-        return next(filter(None, ranks.gather_results(lambda: proof(is_later))), None)
+    def check_on_all_ranks(is_later: bool) -> str | None:
+        return _first_problem(ranks.gather_results(lambda: check_on_this_rank(is_later)))
 
-    problem, kernel.note = varlen.choose_version(device, prove, ranks)
+    problem, kernel.note = varlen.choose_version(device, check_on_all_ranks, ranks)
     if problem is None:
         return kernel
     if recipe.model.attention == "varlen":
         raise UserError(f"model.attention=varlen: {problem}; set model.attention=auto or sdpa")
-    if longest > MAX_MASKED_ROW_LENGTH and (exchanges or recipe.data.packing or SLIDING in config.layer_types):
+    needs_mask = is_exchanged or recipe.data.packing or SLIDING in config.layer_types
+    if longest > MAX_MASKED_ROW_LENGTH and needs_mask:
         length = recipe.data.max_length
         packed = f", packed into rows of {longest}" if longest > length else ""
         raise UserError(
             f"data.max_length={length}{packed}: {problem}. Without it such rows need a mask of {longest} × {longest}: "
             f"set data.max_length={MAX_MASKED_ROW_LENGTH * length // longest} or less, or use a torch and a GPU that "
-            "have the kernel (model.attention=sdpa takes the mask all the same, in parts, and is slow)"
+            "have the kernel. model.attention=sdpa computes these rows in parts, which is slow"
         )
     return SdpaKernel(note=problem)
 
 
+class DeltaChoice(NamedTuple):
+    """Kernel of linear attention layers.
+
+    Attributes:
+        kernel: flash-linear-attention; None for plain PyTorch.
+        note: Why flash-linear-attention is not used although the recipe would allow it; "" otherwise.
+    """
+
+    kernel: "FlashDelta | None"
+    note: str
+
+
 def choose_delta(
-    recipe: PolicyConfig, config: ModelConfig, precision: Precision, device: torch.device, ranks: Ranks = SINGLE_RANK
-) -> "tuple[FlashDelta | None, str]":
-    """Return flash-linear-attention where it is wanted and sound on every cp rank, or None and why it is not taken, ""
-    where it is not wanted. Raises UserError where it is not sound and `model.linear_attention` insists. ranks: as of
-    `choose_attention`."""
-    wanted, sizes, tp = recipe.model.linear_attention, config.linear_attention, recipe.parallel.tp
-    is_able = device.type == "cuda" and precision.compute in HALF
-    if sizes is None or wanted == "torch" or (wanted == "auto" and not is_able):
-        return None, ""
-    if recipe.run.deterministic:  # its kernels' blocks, so the order of their sums, are chosen by their times
-        return None, "run.deterministic: flash-linear-attention has no fixed order of sums"
-    from dtrain.attention.linear import flash
+    recipe: PolicyConfig,
+    config: ModelConfig,
+    precision: Precision,
+    device: torch.device,
+    ranks: Ranks = SINGLE_RANK,
+) -> DeltaChoice:
+    """Choose the kernel of linear attention layers: flash-linear-attention if it is correct on every cp rank.
 
-    rule = flash.installed_flash_delta()
+    Arguments are those of `choose_attention`.
 
-    def proof() -> str | None:
+    Raises:
+        UserError: If it is not correct, and `model.linear_attention` demands it.
+
+    Collectives:
+        One all-gather of objects over `ranks`, if the kernel is selected.
+    """
+    selected = recipe.model.linear_attention
+    sizes = config.linear_attention
+    tp = recipe.parallel.tp
+    is_supported = device.type == "cuda" and precision.compute in HALF
+    if sizes is None or selected == "torch" or (selected == "auto" and not is_supported):
+        return DeltaChoice(None, "")
+    if recipe.run.deterministic:
+        # Its kernels choose the sizes of their blocks, and so the order of their sums, by measured times.
+        return DeltaChoice(None, "run.deterministic: flash-linear-attention has no fixed order of sums")
+    from dtrain.attention.linear import flash  # only on CUDA
+
+    rule = flash.installed_flash_delta()  # a text says why it cannot be imported
+
+    def check_on_this_rank() -> str | None:
         if isinstance(rule, str):
             return rule
         return flash.check_flash_delta(
@@ -292,31 +369,33 @@ def choose_delta(
             exchanges=recipe.parallel.cp > 1,
         )
 
-    problem = next(filter(None, ranks.gather_results(proof)), None)
-    if problem is not None and wanted == "fla":
+    problem = _first_problem(ranks.gather_results(check_on_this_rank))
+    if problem is not None and selected == "fla":
         raise UserError(f"model.linear_attention=fla: {problem}; set model.linear_attention=auto or torch")
-    return (rule, "") if problem is None and not isinstance(rule, str) else (None, problem or "")
+    if problem is not None or isinstance(rule, str):
+        return DeltaChoice(None, problem or "")
+    return DeltaChoice(rule, "")
 
 
 def uses_varlen_kernel(recipe: PolicyConfig, precision: Precision, device_type: str) -> bool:
-    """Return whether `VarlenKernel` is wanted, where it is sound."""
+    """Check whether `model.attention` selects `VarlenKernel` on a device, provided that it is correct there."""
     if recipe.model.attention == "auto":
         return device_type == "cuda" and precision.compute in HALF
     return recipe.model.attention == "varlen"
 
 
 def max_masked_row_length(recipe: PolicyConfig, precision: Precision, device_type: str) -> int | None:
-    """Return the tokens of the longest row that attention computes with a mask over queries and keys.
+    """Return the tokens of the longest row that attention computes with a mask over queries × keys.
 
-    None if attention needs no mask, because `VarlenKernel` is wanted.
+    None if attention needs no mask, because `VarlenKernel` is selected.
     """
     return None if uses_varlen_kernel(recipe, precision, device_type) else MAX_MASKED_ROW_LENGTH
 
 
 def select_planned_kernel(recipe: PolicyConfig, precision: Precision, device_type: str, mesh: Mesh) -> Kernel:
-    """Return the attention kernel of `choose_attention` for a model without values.
+    """Return the attention kernel of `choose_attention` for a plan of a model without values.
 
-    Nothing is tried out, because the device need not be there.
+    Nothing is tried out, because the planned device may be absent.
 
     Args:
         recipe: The recipe.
@@ -325,82 +404,110 @@ def select_planned_kernel(recipe: PolicyConfig, precision: Precision, device_typ
         mesh: The mesh.
     """
     if uses_varlen_kernel(recipe, precision, device_type):
-        from dtrain.attention.varlen import VarlenKernel
+        from dtrain.attention.varlen import VarlenKernel  # only for plans of CUDA
 
         return VarlenKernel()
-    from dtrain.attention.kernels import SdpaByRow
+    from dtrain.attention.kernels import SdpaByRow  # only for plans
 
     return SdpaByRow(mesh.cp.get_local_rank(), mesh.cp.size())
 
 
 def select_trained_parameters(model: CausalLM, recipe: PolicyConfig, dtype: torch.dtype) -> None:
-    """Add the adapter of `recipe`, and leave out of training what it does not train; that is kept in `dtype`, that of
-    computation: it needs no master copy, no gradient and no optimizer state.
+    """Add the recipe's adapters, and freeze the parameters that the recipe does not train.
 
-    model: on meta, before it lies on a mesh. Raises UserError for patterns that match nothing, for dropout of a vision
-    tower's adapters, and where nothing is left to train.
+    Frozen parameters are stored in the dtype of computation. They need no master copy, gradient or optimizer state.
+
+    Args:
+        model: The model on the meta device, before it is sharded.
+        recipe: The recipe.
+        dtype: The dtype of computation.
+
+    Raises:
+        UserError: For patterns that match nothing, for dropout of a vision tower's adapters, and if no parameter is
+            left to train.
     """
     if recipe.lora is None:
         _freeze(model, _untrained_parameters(model, _names_by_parameter(model), recipe.train), dtype)
         return
-    from dtrain.adapters.lora import add_adapters
+    from dtrain.adapters.lora import add_adapters  # only for runs with adapters
     from dtrain.checkpoint.huggingface.quantized import convert_to_4_bits
     from dtrain.checkpoint.peft.config import adapter_of
     from dtrain.models.building import adaptable_shapes
 
     config = adapter_of(asdict(recipe.lora))
-    if problem := config.dropout_problem(adaptable_shapes(model.config)):
+    problem = config.dropout_problem(adaptable_shapes(model.config))
+    if problem:
         raise UserError(problem)
     model.adapters = add_adapters(model, config, recipe.run.seed)
-    modules = {name.rpartition(".")[0] for name, _ in model.named_parameters(remove_duplicate=False)}
-    whole = {module for module in modules if config.select_saved_modules([model.config.file_module(module)])}
-    trained = {model.config.file_module(module) for module in whole}
+
+    # modules_to_save: modules next to the adapters that are trained fully. Files may join several modules to one, whose
+    # name is the one that a recipe uses (`ModelConfig.file_module`).
+    all_modules = {name.rpartition(".")[0] for name, _ in model.named_parameters(remove_duplicate=False)}
+    fully_trained = set()
+    unquantized = set()  # names in files
+    for module in all_modules:
+        file_module = model.config.file_module(module)
+        if config.select_saved_modules([file_module]):
+            fully_trained.add(module)
+            unquantized.add(file_module)
     is_nf4 = recipe.lora.quantize == "nf4"
-    convert_to_4_bits(model, recipe.model.directory, dtype, nf4=is_nf4, except_for=trained)
-    frozen = {
-        parameter
-        for parameter, known in _names_by_parameter(model).items()
-        if not any(is_adapter(name) or name.rpartition(".")[0] in whole for name in known)
-    }
+    convert_to_4_bits(model, recipe.model.directory, dtype, nf4=is_nf4, except_for=unquantized)
+
+    frozen = set()
+    for parameter, names in _names_by_parameter(model).items():
+        is_trained = any(is_adapter(name) or name.rpartition(".")[0] in fully_trained for name in names)
+        if not is_trained:
+            frozen.add(parameter)
     _freeze(model, frozen, dtype)
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise UserError("lora.target names layers of the vision tower alone, and no data have images: name others")
+        raise UserError(
+            "lora.target names only layers of the vision tower, and the data have no images. Name other layers"
+        )
 
 
 def _names_by_parameter(model: nn.Module) -> dict[nn.Parameter, list[str]]:
+    """Return all names of each parameter. A tied head has two."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
     return names
 
 
-def _untrained_parameters(model: CausalLM, names: dict[nn.Parameter, list[str]], section: Train) -> set[nn.Parameter]:
-    """Return the parameters, of these `names`, that `section` leaves out. A pattern names parameters as
-    `named_parameters` does; `*` stands for any part. A parameter of several names (a tied head) matches if one of its
-    names does."""
-    all_names, of_tower = [name for known in names.values() for name in known], set[str]()
+def _untrained_parameters(
+    model: CausalLM, names_by_parameter: dict[nn.Parameter, list[str]], section: Train
+) -> set[nn.Parameter]:
+    """Return the parameters that the section `train` excludes from training.
+
+    Args:
+        model: The model.
+        names_by_parameter: All names of each parameter. A pattern matches a parameter if it matches one of its names.
+        section: The recipe's section.
+    """
+    all_names = [name for names in names_by_parameter.values() for name in names]
+    frozen_in_tower: set[str] = set()
     problems = unmatched_patterns(section.parameter_patterns, all_names)
     for tower in model.model.vision:
-        of_tower |= frozen_tower_names(section, tower)
+        frozen_in_tower |= frozen_tower_names(section, tower)
         problems += frozen_pattern_problems(section, tower, all_names)
     if problems:
         raise UserError(problems[0])
-    only, frozen = section.train_only, section.freeze
-    out = {
-        parameter
-        for parameter, known in names.items()
-        if (only and not matches_any(known, only)) or matches_any(known, frozen) or of_tower.intersection(known)
-    }
-    if len(out) == len(names):
-        vision = f"train.vision={section.vision}, " if of_tower else ""
+
+    untrained = set()
+    for parameter, names in names_by_parameter.items():
+        is_selected = not section.train_only or matches_any(names, section.train_only)
+        is_frozen = matches_any(names, section.freeze) or bool(frozen_in_tower.intersection(names))
+        if is_frozen or not is_selected:
+            untrained.add(parameter)
+    if len(untrained) == len(names_by_parameter):
+        vision = f"train.vision={section.vision}, " if frozen_in_tower else ""
         raise UserError(f"{vision}train.train_only and train.freeze leave no parameter to train")
-    return out
+    return untrained
 
 
 def frozen_tower_names(section: Train, tower: "VisionTower") -> set[str]:
-    """Return the names, in the model of `tower`, of its parameters that `train.vision` freezes."""
-    trained = {"frozen": (), "projector": tower.projector_patterns, "all": ("*",)}[section.vision]
-    return {f"model.{name}" for name, _ in tower.named_parameters() if not matches_any([name], trained)}
+    """Return the names of a vision tower's parameters that `train.vision` freezes, as they are called in the model."""
+    trained_patterns = {"frozen": (), "projector": tower.projector_patterns, "all": ("*",)}[section.vision]
+    return {f"model.{name}" for name, _ in tower.named_parameters() if not matches_any([name], trained_patterns)}
 
 
 def frozen_pattern_problems(section: Train, tower: "VisionTower", names: Collection[str]) -> list[Problem]:
@@ -414,21 +521,26 @@ def frozen_pattern_problems(section: Train, tower: "VisionTower", names: Collect
     frozen = frozen_tower_names(section, tower)
     problems = []
     for pattern in section.train_only:
-        named = {name for name in names if matches_any([name], [pattern])}
-        if named and named <= frozen:
+        matching = {name for name in names if matches_any([name], [pattern])}
+        if matching and matching <= frozen:
             text = f"train.train_only: {pattern} matches only parameters that train.vision={section.vision} freezes"
             problems.append(Problem("train.train_only", text, "Set train.vision=all"))
     return problems
 
 
 def _freeze(model: nn.Module, frozen: Collection[nn.Parameter], dtype: torch.dtype) -> None:
-    exact = {parameter for module in full_precision_modules(model).values() for parameter in module.parameters()}
+    """Replace parameters by copies in `dtype` that need no gradient. Those of full-precision modules stay float32."""
+    full_precision = {
+        parameter for module in full_precision_modules(model).values() for parameter in module.parameters()
+    }
     wide = torch.promote_types(dtype, torch.float32)
-    floats = (
-        (parameter, wide if parameter in exact else dtype) for parameter in frozen if parameter.is_floating_point()
-    )
-    copies = {parameter: nn.Parameter(parameter.detach().to(own), requires_grad=False) for parameter, own in floats}
+    copies = {}
+    for parameter in frozen:
+        if parameter.is_floating_point():
+            copy_dtype = wide if parameter in full_precision else dtype
+            copies[parameter] = nn.Parameter(parameter.detach().to(copy_dtype), requires_grad=False)
+    # A tied parameter belongs to several modules, and all of them get the same copy.
     for module in model.modules():
-        for name, held in module._parameters.items():
-            if held is not None and held in copies:
-                module._parameters[name] = copies[held]
+        for name, original in module._parameters.items():
+            if original is not None and original in copies:
+                module._parameters[name] = copies[original]

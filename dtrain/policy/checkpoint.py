@@ -1,10 +1,14 @@
-"""Saving and loading of a policy: in checkpoints, and as a directory that others read.
+"""Saving and loading of a policy: as checkpoints, and as a model directory for other programs.
 
-A checkpoint holds what is trained and its optimizer's state. Frozen parameters are in the files at `model.path`, and a
-checkpoint holds them only where they came from elsewhere: drawn, or from `checkpoint.init_from`.
+A checkpoint contains the trained parameters and their optimizer's state. Frozen parameters are not saved, because they
+are in the files at `model.path`. There are two exceptions, in which no such file exists: a model with random initial
+weights (`model.init=scratch`), and frozen weights that came from another checkpoint (`checkpoint.init_from`).
+`PolicyCheckpoint.saves_frozen` is True then.
+
+`save_models` and `load_models` put several policies into one step, for example an actor and its critic.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +19,7 @@ from torch import Tensor
 from dtrain.adapters.config import AdapterConfig, is_adapter
 from dtrain.base import hub
 from dtrain.base.errors import UserError
+from dtrain.base.files import FileRecord
 from dtrain.base.ranks import Ranks
 from dtrain.checkpoint.dcp.store import CheckpointStore, ExtraFilesWriter, TensorSpecs
 from dtrain.checkpoint.dcp.training_state import (
@@ -34,10 +39,20 @@ from dtrain.policy.reference import Reference
 
 
 class PolicyCheckpoint:
-    """Saver and loader of `model` and of the updater of its weights.
+    """Saves and loads a model and its optimizer.
 
-    directory: of the files that the model is of. dtype: that of exports. template: the file of a chat template in place
-    of the model's. saves_frozen: whether the frozen parameters are in no files but the run's checkpoints.
+    Args:
+        model: The model, sharded over its mesh.
+        sharding: Sharding of `model`.
+        directory: Directory of the model's files.
+        dtype: Dtype of exports.
+        template: File of a chat template that replaces the model's; None keeps the model's.
+        saves_frozen: Whether checkpoints contain the frozen parameters, because no files have them.
+
+    Attributes:
+        saves_frozen: As the argument. Loading a checkpoint that contains them sets it.
+        base_reference: The model without its adapters, if these were loaded from files or a checkpoint; else None.
+        updater: Optimizer, schedule and loss scale; None before `Policy.init_optimizer`.
     """
 
     def __init__(
@@ -51,20 +66,22 @@ class PolicyCheckpoint:
         saves_frozen: bool,
     ):
         self.saves_frozen = saves_frozen
-        self.base_reference: Reference | None = None  # the model without its adapters, where these were loaded
-        self.updater: Updater | None = None  # from `Policy.init_optimizer` on
+        self.base_reference: Reference | None = None
+        self.updater: Updater | None = None
         self._model, self._sharding = model, sharding
         self._directory, self._dtype, self._template = directory, dtype, template
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors that a checkpoint holds of model and optimizer, under its names: those that are trained,
-        their state, and the frozen parameters that no files hold. No collective."""
+        """Return the tensors of a checkpoint by name. No collective.
+
+        They are the trained parameters, their optimizer's state, and with `saves_frozen` the frozen parameters.
+        """
         optimizer = None if self.updater is None else self.updater.optimizer
         return training_tensors(self._model, optimizer, frozen=self.saves_frozen)
 
     def state(self) -> dict[str, Any]:
-        """Return the part of a checkpoint beside `tensors`, as JSON: optimizer options, schedule, loss scale."""
-        updater = self._updating
+        """Return the part of a checkpoint that is JSON: the optimizer's options and scalars, schedule, loss scale."""
+        updater = self._required_updater
         return {
             "optimizer": optimizer_state(self._model, updater.optimizer),
             "scheduler": updater.scheduler.state_dict(),
@@ -81,11 +98,21 @@ class PolicyCheckpoint:
         keep_options: Collection[str] = (),
         verified: bool = False,
     ) -> None:
-        """Fill model, optimizer and schedule from a checkpoint of whatever mesh; `state` is what `state()` gave.
+        """Fill model, optimizer and schedule from a checkpoint that was saved on any mesh.
 
-        beside: what else the checkpoint holds, filled too. keep: optimizer options (`betas`, ...) that stay as the
-        recipe has them. verified: as `CheckpointStore.load`. Collective. Raises UserError where the checkpoint does not
-        fit.
+        Args:
+            store: The checkpoints.
+            step: The step to load.
+            state: What `state()` returned at the save.
+            extra_tensors: Further tensors of the checkpoint, which are filled too.
+            keep_options: Options of the optimizer, such as `betas`, that keep the recipe's value.
+            verified: As in `CheckpointStore.load`.
+
+        Raises:
+            UserError: If the checkpoint does not fit.
+
+        Collectives:
+            Those of `CheckpointStore.load`.
         """
         with self.restoring(store, step, state, keep_options=keep_options):
             store.load(step, self.tensors() | dict(extra_tensors), verified=verified)
@@ -99,36 +126,51 @@ class PolicyCheckpoint:
         prefix: str = "",
         keep_options: Collection[str] = (),
     ) -> Iterator[None]:
-        """Context in which the caller fills `tensors()` from a checkpoint. Allocates the optimizer's state before.
+        """Context in which the caller fills `tensors()` from a checkpoint.
+
+        The optimizer's state is allocated before. Schedule and loss scale are loaded afterwards.
 
         Args:
             store: The checkpoints.
             step: The step that is loaded.
             state: What `state()` returned at the save.
-            prefix: What the names of this model's tensors begin with in the checkpoint.
-            keep: Options of the optimizer that stay as the recipe has them.
+            prefix: Prefix of the names of this model's tensors in the checkpoint.
+            keep_options: Options of the optimizer that keep the recipe's value.
         """
-        restore_optimizer(self._model, self._updating.optimizer, state["optimizer"], keep_options=keep_options)
+        restore_optimizer(self._model, self._required_updater.optimizer, state["optimizer"], keep_options=keep_options)
         self.locate_frozen_weights(store, step, prefix)
         with self._sharding.writing():
             yield
         self._load_scalars(state)
 
     def locate_frozen_weights(self, store: CheckpointStore, step: int, prefix: str = "") -> None:
-        """Find where the frozen parameters are that `load` will fill: in this checkpoint, or in files.
+        """Set `saves_frozen` by whether a checkpoint contains the frozen parameters. No collective.
 
         Args:
             store: The checkpoints.
             step: The step that will be loaded.
-            prefix: What the names of this model's tensors begin with in the checkpoint.
+            prefix: Prefix of the names of this model's tensors in the checkpoint.
         """
         stored = store.tensor_specs(step)
         self.saves_frozen = any(f"{prefix}model.{name}" in stored for name in frozen_names(self._model))
 
     def load_weights(self, store: CheckpointStore, step: int) -> bool:
-        """Fill the model alone from a checkpoint of whatever mesh: with all weights, or with the trained ones alone
-        where it holds no others. Return whether it held all. New adapters stay as they are where it has none.
-        Collective. Raises UserError where it does not fit.
+        """Fill the model, but not the optimizer, from a checkpoint that was saved on any mesh.
+
+        New adapters keep their values if the checkpoint has none.
+
+        Args:
+            store: The checkpoints.
+            step: The step to load.
+
+        Returns:
+            Whether the checkpoint has all weights of the model. If not, only the trained ones were loaded.
+
+        Raises:
+            UserError: If the checkpoint does not fit.
+
+        Collectives:
+            Those of `CheckpointStore.load`.
         """
         weights = select_weights(self._model, store, step)
         if weights.has_adapters:
@@ -139,10 +181,9 @@ class PolicyCheckpoint:
         return weights.is_complete
 
     def keep_base_reference(self) -> None:
-        """Keep the model without its adapters, before these and the modules trained beside them are loaded."""
-        self.base_reference = self.base_reference or Reference(
-            self._model, self._sharding, copy_frozen=False, with_adapters=False
-        )
+        """Copy the model without its adapters, before adapters and fully trained modules are loaded. No collective."""
+        if self.base_reference is None:
+            self.base_reference = Reference(self._model, self._sharding, copy_frozen=False, with_adapters=False)
 
     def save_checkpoint(
         self,
@@ -150,10 +191,20 @@ class PolicyCheckpoint:
         optimizer_path: str | Path | None = None,
         tokenizer_path: str | Path | None = None,
     ) -> None:
-        """Save the weights that `tensors` has to `weights_path`, and with a path for it the optimizer's state (with its
-        schedule and loss scale) and the tokenizer's files, each in a directory that holds no other save. Collective.
+        """Save weights, optimizer and tokenizer to directories, each of which must not contain a save yet.
 
-        Written in full before it returns, for any mesh to load. Raises UserError where there is a save already.
+        The files can be loaded on any mesh. They are complete when this returns.
+
+        Args:
+            weights_path: Directory for the model's part of `tensors()`.
+            optimizer_path: Directory for the optimizer's state, its schedule and loss scale. None does not save them.
+            tokenizer_path: Directory for the tokenizer's files. None does not save them.
+
+        Raises:
+            UserError: If a directory contains a save.
+
+        Collectives:
+            Those of `CheckpointStore.save`, once or twice, and up to two broadcasts of objects.
         """
         weights = training_tensors(self._model, frozen=self.saves_frozen)
         CheckpointStore(weights_path).save(0, weights, {})
@@ -165,13 +216,17 @@ class PolicyCheckpoint:
             Ranks().run_on_first(lambda: copy_companions(self._directory, target, chat_template=self.chat_template))
 
     def load_checkpoint(self, weights_path: str | Path, optimizer_path: str | Path | None = None) -> None:
-        """Load a save of `save_checkpoint`, on whatever mesh. Collective. Raises UserError where it does not fit."""
+        """Load a save of `save_checkpoint`, on any mesh. Raises UserError if it does not fit.
+
+        Collectives:
+            Those of `CheckpointStore.load`, once or twice.
+        """
         self.load_weights(CheckpointStore(weights_path), 0)
         if optimizer_path is None:
             return
         store = CheckpointStore(optimizer_path)
         state = store.read_state(0)
-        restore_optimizer(self._model, self._updating.optimizer, state["optimizer"])
+        restore_optimizer(self._model, self._required_updater.optimizer, state["optimizer"])
         store.load(0, self._optimizer_tensors())
         self._load_scalars(state)
 
@@ -181,13 +236,19 @@ class PolicyCheckpoint:
         return {name: to_parameter_device(tensor) for name, tensor in self._model.state_dict(keep_vars=True).items()}
 
     def export(self, out: Path, source: Path, saved_step: Mapping[str, Any] | None = None) -> None:
-        """Write the model as a Hugging Face directory, in the dtype that the run computes in. Collective.
+        """Write the model as a Hugging Face directory, in the dtype of computation.
 
-        An adapter is written by itself, in PEFT's layout and its own dtype. It is merged if no files hold its base, or
-        if PEFT would misread it.
+        An adapter is written by itself, in PEFT's layout and its own dtype. It is merged instead if no files have its
+        base, or if PEFT would misread it.
 
-        source: gives config.json, the tokenizer, and weights that the model has no module for (a vision tower). held:
-        as of `write_directory`. `out` is replaced once the new directory is complete.
+        Args:
+            out: The directory. It is replaced once the new one is complete.
+            source: Directory with config.json, the tokenizer, and weights for which the model has no module, such as
+                those of a vision tower.
+            saved_step: As in `write_directory`.
+
+        Collectives:
+            One all-gather per sharded tensor that is written.
         """
         dtype, template = self._dtype, self.chat_template
         if self._adapter_config is None or self._base_name is None or self._is_misread_by_peft:
@@ -220,17 +281,25 @@ class PolicyCheckpoint:
 
     @property
     def adapter_writer(self) -> ExtraFilesWriter | None:
-        """Writer of the adapter, in PEFT's layout, into each checkpoint of a run that trains one; None for others."""
+        """Function that writes the adapter in PEFT's layout into each checkpoint; None for a model without adapters.
+
+        It is the argument `write_extra_files` of `CheckpointStore.save`.
+        """
         config = self._adapter_config
         if config is None:
             return None
-        from dtrain.checkpoint.peft.files import AdapterFiles
+        from dtrain.checkpoint.peft.files import AdapterFiles  # a run without an adapter does not load it
 
-        return lambda *step: AdapterFiles(config, self._model.config, self._base_name).write_into_step(*step)
+        def write(directory: Path, specs: TensorSpecs, read: Callable[[str], Tensor]) -> Mapping[str, FileRecord]:
+            # The base's name is read at each save: `load_weights` may change it.
+            files = AdapterFiles(config, self._model.config, self._base_name)
+            return files.write_into_step(directory, specs, read)
+
+        return write
 
     @property
     def _adapter_config(self) -> AdapterConfig | None:
-        """The config of the model's adapters, or None without adapters."""
+        """Config of the model's adapters; None without adapters."""
         if self._model.adapters is None:
             return None
         from dtrain.adapters.lora import adapter_config  # a run without an adapter does not load it
@@ -239,7 +308,7 @@ class PolicyCheckpoint:
 
     @property
     def _is_misread_by_peft(self) -> bool:
-        """Return whether PEFT would load another adapter than the model has from files in its layout."""
+        """Whether PEFT would load the adapter's files as another adapter (see `misread_layers`)."""
         from dtrain.checkpoint.peft.config import misread_problem  # a run without an adapter does not load it
 
         config = self._adapter_config
@@ -247,30 +316,33 @@ class PolicyCheckpoint:
 
     @property
     def _base_name(self) -> str | None:
-        """Return the name by which others find the adapter's base; None where no files hold it."""
-        return None if self.saves_frozen else hub.cached_model_id(self._directory) or str(self._directory.absolute())
+        """The base's id on the hub or its directory, by which others find it; None if no files have the base."""
+        if self.saves_frozen:
+            return None
+        return hub.cached_model_id(self._directory) or str(self._directory.absolute())
 
     @property
     def chat_template(self) -> str | None:
-        """Text of the recipe's own chat template; None where the model's is used."""
+        """Text of the chat template that the recipe names; None if the model's own is used."""
         return Path(self._template).read_text() if self._template else None
 
     @property
-    def _updating(self) -> Updater:
+    def _required_updater(self) -> Updater:
         if self.updater is None:
-            raise RuntimeError("the state of an optimizer is saved and loaded after Policy.init_optimizer alone")
+            raise RuntimeError("an optimizer's state can be saved and loaded only after Policy.init_optimizer")
         return self.updater
 
     def _optimizer_tensors(self) -> dict[str, Tensor]:
         return {name: tensor for name, tensor in self.tensors().items() if name.startswith("optim.")}
 
     def _load_scalars(self, state: Mapping[str, Any]) -> None:
-        self._updating.scheduler.load_state_dict(state["scheduler"])
-        if self._updating.loss_scale is not None and state["loss_scale"] is not None:
-            self._updating.loss_scale.load_state_dict(state["loss_scale"])
+        self._required_updater.scheduler.load_state_dict(state["scheduler"])
+        if self._required_updater.loss_scale is not None and state["loss_scale"] is not None:
+            self._required_updater.loss_scale.load_state_dict(state["loss_scale"])
 
 
-MAIN = "policy"  # the model whose tensors have no prefix in a checkpoint, as in a run that trains one model
+MAIN = "policy"
+"""Name of the model whose tensors have no prefix in a checkpoint, as in a run that trains only one model."""
 
 
 def save_models(
@@ -287,7 +359,8 @@ def save_models(
 
     Raises:
         UserError: If the step exists, or the disk is full.
-        ValueError: If a name is no word, or is `model`, `optim` or `method`, with which other tensors' names begin.
+        ValueError: If a name is not an identifier, or is `model`, `optim` or `method`, which are prefixes of other
+            tensors' names.
 
     Collectives:
         Those of `CheckpointStore.save`.
@@ -336,17 +409,28 @@ def load_models(store: CheckpointStore, step: int, models: Mapping[str, PolicyCh
 
 
 def _prefix(name: str) -> str:
-    """Return what the names of a model's tensors begin with in a checkpoint of several models."""
+    """Return the prefix of the names of a model's tensors in a checkpoint of several models.
+
+    >>> _prefix("policy"), _prefix("critic")
+    ('', 'critic.')
+    """
     if name == MAIN:
         return ""
     if name in ("model", "optim", "method") or not name.isidentifier():
-        raise ValueError(f"a model named {name!r}: tensors would be confused with others; use a word such as critic")
+        raise ValueError(f"a model cannot be named {name!r} in a checkpoint; use a word such as critic")
     return f"{name}."
 
 
 class CheckpointWeights(NamedTuple):
-    """Tensors that a model takes of a checkpoint: `wanted`, of which those named in `cast` keep their dtype, [any
-    shape]."""
+    """Tensors of a model that are filled from a checkpoint without its optimizer.
+
+    Attributes:
+        tensors: The tensors of any shape, by their names in the checkpoint.
+        cast: Names of the tensors that keep their dtype although the checkpoint has another one.
+        is_complete: Whether the checkpoint has all frozen weights of the model too.
+        has_adapters: Whether the checkpoint has adapters.
+        has_frozen: Whether the model has frozen weights, and the checkpoint has them.
+    """
 
     tensors: dict[str, Tensor]
     cast: Collection[str]
@@ -356,14 +440,23 @@ class CheckpointWeights(NamedTuple):
 
 
 def select_weights(model: CausalLM, store: CheckpointStore, step: int) -> CheckpointWeights:
-    """Return the tensors that `load_weights` fills. UserError where the step is of a model with other parts trained. No
-    collective."""
+    """Select the tensors that `load_weights` fills. No collective.
+
+    Args:
+        model: The model, which may be on meta.
+        store: The checkpoints.
+        step: The step to load.
+
+    Raises:
+        UserError: If other parts of the model were trained in the checkpoint's run.
+    """
     tensors = training_tensors(model)
     stored = store.tensor_specs(step)
     adapters = {name for name in stored if is_adapter(name) and name.startswith("model.")}
-    if adapters - tensors.keys():
+    unknown_adapters = adapters - tensors.keys()
+    if unknown_adapters:
         raise UserError(
-            f"{store.path(step)} has an adapter that this run has not ({min(adapters - tensors.keys())}): set lora "
+            f"{store.path(step)} has an adapter that this run has not ({min(unknown_adapters)}): set lora "
             "as its run has it, or merge it (`dtrain export RUN OUT --merged`) and set model.path=OUT"
         )
     if SCORE_WEIGHT in tensors and SCORE_WEIGHT not in stored:
@@ -377,24 +470,30 @@ def select_weights(model: CausalLM, store: CheckpointStore, step: int) -> Checkp
             "Name a run of another method"
         )
     frozen = {f"model.{name}" for name in frozen_names(model)}
-    held = frozen & stored.keys()
-    if held and held < frozen:
+    stored_frozen = frozen & stored.keys()
+    is_complete = stored_frozen == frozen
+    if stored_frozen and not is_complete:
         raise UserError(
-            f"{store.path(step)} holds some of the weights that this run freezes, such as {min(held)}, and not "
-            f"others, such as {min(frozen - held)}: its run trained other parts of the model. Freeze the same ones "
-            "(lora.modules_to_save, train.vision, train.freeze, train.train_only), or export it and set model.path=OUT"
+            f"{store.path(step)} has some of the weights that this run freezes, such as {min(stored_frozen)}, and not "
+            f"others, such as {min(frozen - stored_frozen)}: its run trained other parts of the model. Freeze the same "
+            "ones (lora.modules_to_save, train.vision, train.freeze, train.train_only), or export it and set "
+            "model.path=OUT"
         )
-    is_whole = held == frozen
-    left_out = set() if is_whole else frozen
+    excluded = set() if is_complete else set(frozen)
     if not adapters:
-        left_out |= {name for name in tensors if is_adapter(name)}
-    wanted = {name: tensor for name, tensor in tensors.items() if name not in left_out}
-    cast = frozen & wanted.keys() | _of_other_dtypes(wanted, stored)
-    return CheckpointWeights(wanted, cast, is_whole, bool(adapters), bool(frozen) and is_whole)
+        excluded |= {name for name in tensors if is_adapter(name)}
+    selected = {name: tensor for name, tensor in tensors.items() if name not in excluded}
+    cast = frozen & selected.keys() | _floating_in_both(selected, stored)
+    return CheckpointWeights(selected, cast, is_complete, bool(adapters), bool(frozen) and is_complete)
 
 
-def _of_other_dtypes(tensors: Mapping[str, Tensor], stored: TensorSpecs) -> set[str]:
-    """Return the names of tensors in another floating type than the stored one (`train.masters`, float64): starting
-    from weights is no resume, so they may be rounded."""
-    types = {name: (tensor.dtype, stored[name][1]) for name, tensor in tensors.items() if name in stored}
-    return {name for name, (own, other) in types.items() if own.is_floating_point and other.is_floating_point}
+def _floating_in_both(tensors: Mapping[str, Tensor], stored: TensorSpecs) -> set[str]:
+    """Return the names of tensors that have a floating dtype here and in the checkpoint.
+
+    They may be rounded to another dtype (`train.masters`, float64): a start from weights is not a resume.
+    """
+    names = set()
+    for name, tensor in tensors.items():
+        if name in stored and tensor.is_floating_point() and stored[name][1].is_floating_point:
+            names.add(name)
+    return names

@@ -22,9 +22,10 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 @runtime_checkable
 class PolicyConfig(Protocol):
-    """Dataclass with the sections that a policy is built by; a recipe is one.
+    """Dataclass with the sections of a recipe that a policy reads. A `Recipe` is one.
 
-    run: the seed. data: the length of rows, whether they are packed, and the chat template that is saved.
+    Of `run` it reads the seed and whether the run is deterministic. Of `data` it reads the length of rows, whether they
+    are packed, and the chat template that is saved with the model.
     """
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
@@ -40,7 +41,7 @@ class PolicyConfig(Protocol):
 
 
 class CompilePart(Protocol):
-    """Compiler of a part of a layer, in place of torch.compile."""
+    """Function that compiles a part of a layer, instead of torch.compile."""
 
     def __call__(self, part: Callable[..., Any], is_selective: bool = False) -> Callable[..., Any]:
         """Return the compiled part.
@@ -54,7 +55,7 @@ class CompilePart(Protocol):
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """How models are built, besides what the recipe says.
+    """Options for building models that are not in a recipe.
 
     A policy passes its options on: to `build_model`, to its optimizer, and to the teacher, the reward model and the
     second models (`Policy.another`) that are built on its mesh.
@@ -88,8 +89,14 @@ class BuildOptions:
 
 @dataclass(frozen=True)
 class Precision:
-    """Dtypes of a run. master: of trained weights; compute: of layers; reduce: of gradients on the wire, and summed
-    over micro-batches. `reason` explains `auto`."""
+    """Dtypes of a run.
+
+    Attributes:
+        master: Dtype of trained weights.
+        compute: Dtype in which layers compute.
+        reduce: Dtype in which gradients are reduced over ranks and summed over micro-batches.
+        reason: Where the dtypes come from, for the terminal.
+    """
 
     master: torch.dtype
     compute: torch.dtype
@@ -98,13 +105,27 @@ class Precision:
 
     @property
     def is_mixed(self) -> bool:
+        """Whether the dtypes differ, so that FSDP has to cast."""
         return self.compute != self.master or self.compute != self.reduce
 
 
 def choose_precision(name: str, device_type: str, masters: str = "float32") -> Precision:
-    """Return the dtypes of `train.dtype` and `train.masters` on a device: bfloat16 on CUDA and float32 on the CPU for
-    auto; masters are float32 or better, or bfloat16, which the layers then compute in; gradients are reduced in float32
-    or better."""
+    """Choose the dtypes of a run.
+
+    Masters are float32 or better, unless they are bfloat16, in which the layers then compute too. Gradients are reduced
+    in float32 or better.
+
+    Args:
+        name: `train.dtype`. "auto" means bfloat16 on CUDA and with bfloat16 masters, and float32 otherwise.
+        device_type: "cuda" or "cpu".
+        masters: `train.masters`.
+
+    Example:
+        >>> choose_precision("auto", "cpu").compute
+        torch.float32
+        >>> choose_precision("bfloat16", "cuda").master
+        torch.float32
+    """
     reason = "train.dtype"
     if name == "auto":
         name = "bfloat16" if device_type == "cuda" or masters == "bfloat16" else "float32"
@@ -112,4 +133,5 @@ def choose_precision(name: str, device_type: str, masters: str = "float32") -> P
         reason = f"train.dtype is auto and {why}"
     compute = DTYPES[name]
     reduce = torch.promote_types(compute, torch.float32)
-    return Precision(compute if masters == "bfloat16" else reduce, compute, reduce, reason)
+    master = compute if masters == "bfloat16" else reduce
+    return Precision(master, compute, reduce, reason)

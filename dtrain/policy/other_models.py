@@ -1,6 +1,7 @@
-"""Other models on the policy's mesh, all of them frozen: a teacher, and a reward model.
+"""Frozen models on the policy's mesh: a teacher for distillation, and a reward model that scores completions.
 
-A student's loss may read the teacher's head. A reward model rates texts.
+Both are built by `build_frozen_model`: sharded like the policy, in the dtype of computation, without an optimizer,
+gradients or master weights.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -32,35 +33,64 @@ Result = TypeVar("Result")
 
 
 class Teacher:
-    """Teacher: the model at `path`, of any size, with the policy's vocabulary. Collective.
+    """A larger or smaller model with the policy's vocabulary, for distillation.
 
-    Its weights lie on the mesh as the policy's do (FSDP2, tensor and context parallel, the same plan), in the dtype of
-    computation: no optimizer, no gradient, no master copy. A forward gathers one layer at a time, and the head
-    (tied: with the embedding) while the student's loss reads it; nothing stays gathered after it.
-    Raises UserError where the model cannot be read, or is cut over tp in another way than the policy's.
+    A forward gathers the weights of one layer at a time, and the head's weight (with tied weights also the embedding's)
+    while the student's loss reads it. Nothing stays gathered afterwards.
+
+    Args:
+        policy: The student.
+        path: Directory of the teacher's model.
+
+    Attributes:
+        model: The teacher's model.
+
+    Raises:
+        UserError: If the model cannot be read, has another vocabulary, or shards its head in another way than the
+            student.
+
+    Collectives:
+        Those of building a model.
     """
 
     def __init__(self, policy: Policy, path: str):
-        mesh, config = policy.mesh, read_config(path)
+        config = read_config(path)
         self.model = build_frozen_model(policy, path, config)
-        self._head = HeadSettings.of(self.model, mesh)
-        cut_alike = (self._head.shard is None) == (HeadSettings.of(policy.model, mesh).shard is None)
-        if config.vocab_size != policy.model.config.vocab_size or not cut_alike:
+        self._head = HeadSettings.from_model(self.model, policy.mesh)
+        student_size = policy.model.config.vocab_size
+        if config.vocab_size != student_size:
             raise UserError(
-                f"distill.teacher={path}: its head holds {config.vocab_size} tokens and is "
-                f"{'whole' if self._head.shard is None else 'cut over tp'}, the student's holds "
-                f"{policy.model.config.vocab_size}{'' if cut_alike else ' and is not'}: take a teacher with the "
-                "student's vocabulary, and a parallel.custom_plan that fits both"
+                f"distill.teacher={path}: the teacher has a vocabulary of {config.vocab_size} tokens, and the student "
+                f"one of {student_size}. Use a teacher with the student's vocabulary"
+            )
+        # The distillation losses compare shard with shard.
+        is_sharded = self._head.shard is not None
+        student_is_sharded = HeadSettings.from_model(policy.model, policy.mesh).shard is not None
+        if is_sharded != student_is_sharded:
+            sharded, unsharded = ("teacher", "student") if is_sharded else ("student", "teacher")
+            raise UserError(
+                f"distill.teacher={path}: the {sharded}'s head is sharded over tp, and the {unsharded}'s is not. Use a "
+                "parallel.custom_plan that fits both models"
             )
 
     def run_at_head(self, inputs: ModelInputs, fn: Callable[[HeadInput], Result]) -> Result:
-        """Return `fn(the teacher's HeadInput)` for the positions of a source's `inputs`, called inside the teacher's
-        forward, where its head's weight is whole but for tp. `fn` runs in the caller's grad mode; the teacher gets no
-        gradient."""
-        with_grad = torch.is_grad_enabled()
+        """Run the teacher's forward, and call a function inside of it, at the head.
+
+        Args:
+            inputs: The student's input (`LogprobSource.inputs`).
+            fn: Receives the teacher's hidden states and head weight. It runs in the caller's grad mode, but the teacher
+                itself gets no gradient.
+
+        Returns:
+            The result of `fn`.
+
+        Collectives:
+            Those of the teacher's forward and of `fn`.
+        """
+        is_grad_enabled = torch.is_grad_enabled()
 
         def at_head(hidden: Tensor, head_weight: Tensor) -> Result:
-            with torch.set_grad_enabled(with_grad):
+            with torch.set_grad_enabled(is_grad_enabled):
                 return fn(HeadInput(hidden.flatten(0, 1), head_weight, self._head.softcap))
 
         with torch.no_grad():
@@ -68,52 +98,82 @@ class Teacher:
 
 
 class RewardModel:
-    """Classifier of one output, read from `path`, that scores prompts and their completions. Collective.
+    """A classifier with one output that scores prompts with their completions.
 
-    It reads text, with its own chat template and its own tokenizer, as `method: reward` trains it: another family than
-    the policy's will do. Its weights lie on the mesh as a teacher's do. Raises UserError where it cannot be read.
+    It reads text, with its own tokenizer and its own chat template, as `method: reward` trains it. So it may be of
+    another family than the policy.
+
+    Args:
+        policy: The policy, whose mesh and recipe are used.
+        source: The reward model's directory.
+
+    Attributes:
+        model: The reward model.
+
+    Raises:
+        UserError: If the model cannot be read.
+
+    Collectives:
+        Those of building a model.
     """
 
     def __init__(self, policy: Policy, source: ModelDirectory):
-        self._policy, self._source, config = policy, source, source.config
-        self.model = build_frozen_model(policy, str(source.path), config)
+        self._policy, self._source = policy, source
+        self.model = build_frozen_model(policy, str(source.path), source.config)
         self._sharding = Sharding(self.model)
         self._scorer = Scorer(self.model, policy.mesh, policy.device)
-        self._pad, recipe = config.pad_token_id, policy.recipe
-        self._batching = DynamicShapes(recipe.train.num_micro_batch_rows * recipe.data.max_length)
+        self._pad_id = source.config.pad_token_id
+        self._batching = DynamicShapes(policy.recipe.train.num_micro_batch_rows * policy.recipe.data.max_length)
 
     @cached_property
     def _encoder(self) -> PairEncoder:
-        """Encoder of texts, by the model's own tokenizer and template, which are read at the first use."""
+        """Encoder of texts by the model's own tokenizer and template, which are read at the first use."""
         source = self._source
         return PairEncoder(source.tokenizer, source.template, max_length=source.config.max_position_embeddings)
 
     def rate(self, prompts: Sequence[Any], completions: Sequence[str]) -> Tensor:
-        """Return the scores [N], float64 on the CPU, the same on every rank, of N prompts (texts or lists of messages)
-        with their completions. Each dp rank computes every dp-th; an all-reduce and two all-gathers beside those of
-        forwards. A text beyond the model's positions loses its beginning. Raises UserError as the template does, and
-        for a score that is NaN, or too large to compute with."""
-        policy = self._policy
-        mine = range(policy.mesh.dp_rank, len(prompts), policy.mesh.dp_size)
-        rows = [_document_row(self._ids(prompts[index], completions[index])) for index in mine]
-        own_scores = torch.zeros(len(rows), dtype=torch.float64)
-        batches, plan = split_into_micro_batches(collate(rows), self._batching, len(rows), policy.mesh.dp)
+        """Score prompts with their completions.
+
+        Each dp rank computes every dp-th of them. A text with more tokens than the model has positions loses its
+        beginning.
+
+        Args:
+            prompts: N texts or lists of messages, the same on every rank.
+            completions: N texts, the same on every rank.
+
+        Returns:
+            The scores, float64 [N] on the CPU, the same on every rank.
+
+        Raises:
+            UserError: If the chat template raises it, and for a score that is NaN or larger than `LARGEST_REWARD`.
+
+        Collectives:
+            Over dp one all-reduce and two all-gathers, and those of the forwards.
+        """
+        dp_size, dp_rank = self._policy.mesh.dp_size, self._policy.mesh.dp_rank
+        rows = []
+        for index in range(dp_rank, len(prompts), dp_size):
+            rows.append(_document_row(self._ids(prompts[index], completions[index])))
+        local_scores = torch.zeros(len(rows), dtype=torch.float64)
+        batches, plan = split_into_micro_batches(collate(rows), self._batching, len(rows), self._policy.mesh.dp)
         with torch.no_grad():
             for index, batch in enumerate(batches):
-                scored = add_targets_at_last_tokens(batch, torch.zeros(num_rows(batch), dtype=torch.float64), self._pad)
-                scores = self._scorer.run_at_head(scored, lambda source, _: source.scores())
-                if index < len(plan):
-                    own_scores[plan[index]] = scores[:, 0].double().cpu()
+                no_targets = torch.zeros(num_rows(batch), dtype=torch.float64)
+                labelled = add_targets_at_last_tokens(batch, no_targets, self._pad_id)
+                scores = self._scorer.run_at_head(labelled, lambda source, _: source.scores())
+                if index < len(plan):  # micro-batches beyond the plan are padding
+                    local_scores[plan[index]] = scores[:, 0].double().cpu()
         self._sharding.reshard()
-        gathered, _ = gather_rows(own_scores, policy.mesh.dp)
-        dp_size = policy.mesh.dp_size
+
+        # The gathered scores are in the order of the ranks: 0, dp, 2·dp, ..., 1, dp + 1, ...
+        gathered = gather_rows(local_scores, self._policy.mesh.dp).rows
         order = [index for rank in range(dp_size) for index in range(rank, len(prompts), dp_size)]
         scores = torch.empty_like(gathered).index_copy(0, torch.tensor(order, dtype=torch.int64), gathered)
-        unusable = (~(scores.abs() <= MAX_REWARD)).nonzero()
+        unusable = (~(scores.abs() <= MAX_REWARD)).nonzero()  # NaN compares as False
         if len(unusable):
             raise UserError(
                 f"grpo.reward_model gave {scores[unusable[0]].item()} for a completion; a number of at most "
-                f"{MAX_REWARD:g} in size is needed: is it a reward model, and are its weights whole?"
+                f"{MAX_REWARD:g} in size is needed: is it a reward model, and are its weights complete?"
             )
         return scores
 
@@ -123,7 +183,7 @@ class RewardModel:
         elif prompt and isinstance(prompt[0], Mapping):
             ids = self._encoder.encode_conversation([*prompt, {"role": "assistant", "content": completion}])
         else:
-            raise UserError("grpo.reward_model reads text, and these prompts are token ids: give prompts as text")
+            raise UserError("grpo.reward_model reads text, but these prompts are token ids. Provide prompts as text")
         return ids[-self._encoder.max_length :]
 
 
@@ -138,17 +198,31 @@ def _document_row(ids: list[int]) -> dict[str, Tensor]:
 
 
 def add_targets_at_last_tokens(batch: Batch, values: Tensor, pad: int | None) -> Batch:
-    """Return the batch [n, S] with a label (0) at the last token of each document that is not `pad` (its first, where
-    all are), and `values` [documents] there as the stream `targets`. On the host."""
-    ids, positions = document_ids(batch), torch.arange(batch["input_ids"].numel())
-    flat = ids.flatten()
-    read = positions + 1 if pad is None else torch.where(batch["input_ids"].flatten() == pad, 0, positions + 1)
-    real = flat != PADDING_SEQ_ID
-    ends = torch.zeros(len(values), dtype=torch.int64).scatter_reduce(0, flat[real], read[real], "amax")
-    firsts = torch.full_like(ends, len(flat)).scatter_reduce(0, flat[real], positions[real], "amin")
-    ends = torch.where(ends > 0, ends - 1, firsts)
-    labels = torch.full_like(flat, IGNORE_INDEX).index_fill(0, ends, 0)
-    targets = torch.zeros(len(flat), dtype=STREAMS["targets"].dtype).index_copy(0, ends, values)
+    """Add one label (0) and one target to each document of a batch, at its last token that is not `pad`.
+
+    A classifier reads its output there, as transformers' classifiers do.
+
+    Args:
+        batch: Rows on the host, [n, S].
+        values: The target of each document, [documents].
+        pad: Id of the padding token, which a text may end with. None: the last token of a document is used. A document
+            of nothing but `pad` has its label at its first token.
+
+    Returns:
+        The batch with new `labels`, [n, S], and the stream `targets`, float64 [n, S].
+    """
+    ids = document_ids(batch)
+    flat_ids = ids.flatten()
+    positions = torch.arange(len(flat_ids))
+    # The largest of (position + 1) over a document's tokens other than `pad` is one behind the last of them; 0: none.
+    is_pad = torch.zeros_like(flat_ids, dtype=torch.bool) if pad is None else batch["input_ids"].flatten() == pad
+    behind = torch.where(is_pad, 0, positions + 1)
+    real = flat_ids != PADDING_SEQ_ID
+    ends = torch.zeros(len(values), dtype=torch.int64).scatter_reduce(0, flat_ids[real], behind[real], "amax")
+    firsts = torch.full_like(ends, len(flat_ids)).scatter_reduce(0, flat_ids[real], positions[real], "amin")
+    index = torch.where(ends > 0, ends - 1, firsts)
+    labels = torch.full_like(flat_ids, IGNORE_INDEX).index_fill(0, index, 0)
+    targets = torch.zeros(len(flat_ids), dtype=STREAMS["targets"].dtype).index_copy(0, index, values)
     return {**batch, "labels": labels.view_as(ids), "targets": targets.view_as(ids)}
 
 
@@ -156,7 +230,7 @@ def build_frozen_model(policy: Policy, path: str, config: ModelConfig) -> Causal
     """Build another model on the mesh of a policy, frozen, in the dtype of computation.
 
     Args:
-        policy: The policy, whose recipe and options decide how the model is laid out.
+        policy: The policy, whose mesh, recipe and options are used.
         path: Directory of the model.
         config: Its config.
 
@@ -164,7 +238,7 @@ def build_frozen_model(policy: Policy, path: str, config: ModelConfig) -> Causal
         Those of `build_model`.
     """
     recipe, compute = policy.recipe, policy.precision.compute
-    own = replace(
+    frozen_recipe = replace(
         recipe,
         model=Model(path=path),
         train=replace(recipe.train, activation_checkpointing="none", vision="frozen", train_only=[], freeze=[]),
@@ -173,5 +247,5 @@ def build_frozen_model(policy: Policy, path: str, config: ModelConfig) -> Causal
     )
     precision = Precision(master=compute, compute=compute, reduce=compute, reason="the policy's")
     options = replace(policy.options, max_row_length=None)
-    model = build_model(own, config, policy.mesh, precision, policy.device, options)
+    model = build_model(frozen_recipe, config, policy.mesh, precision, policy.device, options)
     return model.eval().requires_grad_(False)

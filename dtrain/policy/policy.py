@@ -1,10 +1,18 @@
-"""Policy: a model on a mesh with its optimizer; the one object through which the trainer and the methods train.
+"""Policy: a model on a mesh with its optimizer, through which the trainer and the methods train.
 
-The path of a batch: host rows of this dp rank → `batching.check_batch` and `split_into_micro_batches` → counts over
-all ranks →
-`score.Scorer.run_at_head` per micro-batch (the loss is computed inside the root's forward, from hidden states) →
-backward →
-`optim.update.Updater`.
+One step of a plain SFT run, for 4 rows on each of 2 data-parallel (dp) ranks with `train.micro_batch=2`:
+
+    policy.forward_backward(batch, loss_fn)
+        check_batch                     the streams fit, and are the same on both dp ranks      (batching.py)
+        split_into_micro_batches        4 rows -> 2 micro-batches of 2 rows                     (batching.py)
+        all-reduce of counts            trained tokens and documents of all 8 rows
+        for each micro-batch:
+            scorer.run_at_head          forward; the loss is computed inside of it              (score.py)
+            loss.backward               FSDP reduces the gradients at the last micro-batch
+        all-reduce of loss, metrics     StepResult
+    policy.optimizer_step()             norm, clipping, update, schedule                        (optim/update.py)
+
+The counts are all-reduced before the backward, because each loss divides by the counts of the global batch.
 
 The policy owns the model, its sharding, the updater and the reference, and passes them to its parts: `checkpoint` saves
 and loads, `offloader` moves weights and optimizer state between device and host, `weights` sends full weights to
@@ -13,9 +21,9 @@ inference engines, `monitor` reads the device's memory.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -68,6 +76,21 @@ if TYPE_CHECKING:
 SCORE_HEAD = "score"  # name of a classifier's or critic's head
 
 
+class BackwardResult(NamedTuple):
+    """Result of this rank's forwards and backwards in a step.
+
+    Attributes:
+        loss: Sum of the micro-batches' losses, a detached scalar without the loss scale. In a mixture of experts it
+            includes the balance loss.
+        metrics: Metrics of each micro-batch.
+        routing_totals: Totals of a mixture's routing, float64 [n]; None for dense models.
+    """
+
+    loss: Tensor
+    metrics: list[dict[str, Tensor]]
+    routing_totals: Tensor | None
+
+
 class Policy:
     """A model on a mesh with its optimizer.
 
@@ -113,23 +136,23 @@ class Policy:
         options: BuildOptions | None = None,
         observer: StepObserver | None = None,
     ):
-        self.runtime = runtime
-        rank, device = self.rank, self.device = runtime.rank, runtime.device
         recipe = replace_auto(recipe, mesh.dp_size)
-        self.recipe, self.mesh = recipe, mesh
+        device = runtime.device
+        self.recipe, self.mesh, self.runtime = recipe, mesh, runtime
+        self.rank, self.device = runtime.rank, device
         if precision is None:
             precision = choose_precision(recipe.train.dtype, device.type, recipe.train.masters)
         self.precision = precision
         self.options = BuildOptions() if options is None else options
         self._observer = StepObserver() if observer is None else observer
-        model = self.model = build_model(recipe, config, mesh, self.precision, device, self.options)
+        model = build_model(recipe, config, mesh, self.precision, device, self.options)
+        self.model = model
         self.sharding = Sharding(model)
         self.scorer = Scorer(model, mesh, device, self._observer)
         self.updater: Updater | None = None
-        self.gradient_sums: GradientAccumulator | None = None  # of gradients in bfloat16
+        self.gradient_sums: GradientAccumulator | None = None  # sums bfloat16 gradients over micro-batches
         self.reference: Reference | None = None
-        self._unread_totals: list[Totals] = []  # of the steps since the last update
-        is_on_host = offloads_optimizer(recipe, device)
+        self._unread_totals: list[Totals] = []  # totals of the steps since the last update, still on the device
         self.checkpoint = PolicyCheckpoint(
             model,
             self.sharding,
@@ -139,10 +162,13 @@ class Policy:
             saves_frozen=recipe.model.init == "scratch",
         )
         self.offloader = PolicyOffloader(
-            model, device, keeps_parameters=offloads_parameters(recipe, device), keeps_state=is_on_host
+            model,
+            device,
+            keeps_parameters=offloads_parameters(recipe, device),
+            keeps_state=offloads_optimizer(recipe, device),
         )
-        self.weights = WeightSender(model, self.sharding, rank, device, self.precision.compute)
-        self.monitor = DeviceMonitor(rank, device)
+        self.weights = WeightSender(model, self.sharding, self.rank, device, self.precision.compute)
+        self.monitor = DeviceMonitor(self.rank, device)
         if recipe.lora is not None and recipe.lora.path is not None:
             self.checkpoint.keep_base_reference()
             if self.options.materialize:
@@ -221,7 +247,9 @@ class Policy:
         recipe, options = self.recipe, self.options
         self.gradient_sums = build_gradient_sums(recipe, self.precision, self.model.named_parameters())
         updater = build_updater(recipe, self.precision, self.model, self.device, total_steps, options)
-        self.updater = self.checkpoint.updater = self.offloader.updater = updater
+        self.updater = updater
+        self.checkpoint.updater = updater
+        self.offloader.updater = updater
 
     def forward_backward(
         self, batch: Batch, loss_fn: Loss, micro_batch_size: int | Batching | None = None
@@ -231,10 +259,10 @@ class Policy:
         Gradients of several calls add up until `optimizer_step`. Each call divides by the counts of its own batch.
 
         Args:
-            batch: This dp rank's rows, as `batch.complete` accepts them, with streams [n, S, ..] or [n, ..] that
+            batch: This dp rank's rows, as `batch.complete_batch` accepts them, with streams [n, S, ..] or [n, ..] that
                 `loss_fn` reads (`batching`). The number of rows may differ between ranks and may be 0. Rows that
-                `sample_mask` excludes do not count. The stream `routed_experts` sends tokens of a mixture to given
-                experts (`batch.STREAMS`).
+                `sample_mask` excludes do not count. In a mixture of experts, the stream `routed_experts` decides to
+                which experts a token is sent (`batch.STREAMS`).
             loss_fn: `loss_fn(source, micro_batch, global_sequences, global_tokens) -> (loss, metrics)`. The step's loss
                 is the sum of its values over all micro-batches and dp and cp ranks, so it divides by the global counts
                 itself. Its metrics are scalars, summed in the same way. On a rank with fewer rows it also receives
@@ -269,13 +297,15 @@ class Policy:
         updater = self._required_updater("optimizer_step")
         self._observer.update_begins()
         lr = updater.scheduler.get_last_lr()[0]
-        unread, self._unread_totals = self._unread_totals, []
         # The host waits for the norm, so it reads the totals of the steps in the same copy.
+        unread = self._unread_totals
+        self._unread_totals = []
         on_device = [totals.on_device for totals in unread]
         if not on_device:
             on_device = [torch.zeros(0, dtype=torch.float64, device=self.device)]
         grad_norm, on_host = updater.update(torch.cat(on_device))
-        for totals, values in zip(unread, on_host.split([len(each.on_device) for each in unread]), strict=True):
+        sizes = [len(totals.on_device) for totals in unread]
+        for totals, values in zip(unread, on_host.split(sizes), strict=True):
             totals.set(values)
         self._observer.update_ends()
         return UpdateResult(grad_norm, lr)
@@ -421,8 +451,10 @@ class Policy:
 
     @property
     def _has_adapters(self) -> bool:
-        """Whether forwards have the model's adapters: always, except in place of a reference without adapters."""
-        return self.reference is None or not self.reference.is_swapped_in or self.reference.has_adapters
+        """Whether forwards use the model's adapters. Those of a reference without adapters do not."""
+        if self.reference is None or not self.reference.is_swapped_in:
+            return True
+        return self.reference.has_adapters
 
     def _required_updater(self, caller: str) -> Updater:
         if self.updater is None:
@@ -435,11 +467,12 @@ class Policy:
         self.model.train()
         batches = self._micro_batches(step, micro_batch_size)
         counts = all_reduce(self._counts(step.batch, batches), self.mesh.dp)
-        loss, metrics, routing_totals = self._backward(updater, batches, loss_fn, self._divisors(counts))
+        result = self._backward(updater, batches, loss_fn, self._divisors(counts))
         self._observer.gradients_complete(self.model)
-        totals = Totals(self._summed(loss, metrics, routing_totals))
+        totals = Totals(self._all_reduce_totals(result))
         self._unread_totals.append(totals)
-        return StepResult(StepCounts(*counts.tolist()), totals, list(metrics[0]), self.model.routing, metrics)
+        metric_names = list(result.metrics[0])
+        return StepResult(StepCounts(*counts.tolist()), totals, metric_names, self.model.routing, result.metrics)
 
     @torch.no_grad()
     def _evaluate(self, step: StepRows, loss_fn: Loss, micro_batch_size: int | Batching | None) -> StepResult:
@@ -448,44 +481,51 @@ class Policy:
         batches = self._micro_batches(step, micro_batch_size)
         counts = all_reduce(self._counts(step.batch, ()), self.mesh.dp)
         divisors = self._divisors(counts)
-        results = [self.scorer.run_at_head(batch, loss_fn, *divisors, adapters=self._has_adapters) for batch in batches]
+        losses: list[Tensor] = []
+        metrics: list[dict[str, Tensor]] = []
+        for batch in batches:
+            loss, batch_metrics = self.scorer.run_at_head(batch, loss_fn, *divisors, adapters=self._has_adapters)
+            losses.append(loss)
+            metrics.append(batch_metrics)
         self.sharding.reshard()
-        loss = torch.stack([loss for loss, _ in results]).sum()
-        metrics = [measured for _, measured in results]
-        totals = Totals(self._summed(loss, metrics, []))
+        result = BackwardResult(torch.stack(losses).sum(), metrics, routing_totals=None)
+        totals = Totals(self._all_reduce_totals(result))
         return StepResult(StepCounts(*counts.tolist()), totals, list(metrics[0]), None, metrics)
 
     def _micro_batches(self, step: StepRows, micro_batch_size: int | Batching | None) -> list[MicroBatch]:
         batching = self._batching(micro_batch_size)
-        batches, _ = split_into_micro_batches(
+        return split_into_micro_batches(
             step.batch, batching, step.max_rows, self.mesh.dp, step.per_row, step.images
-        )
-        return batches
+        ).batches
 
     def _divisors(self, counts: Tensor) -> list[Tensor]:
         """Return the global numbers of sequences and of trained tokens, scalars on the device.
 
         A batch of nothing but padding divides by one: a step without a trained token has loss 0, not NaN.
         """
-        tokens, sequences, *_ = counts.clamp(min=1)
+        at_least_one = counts.clamp(min=1)
+        tokens, sequences = at_least_one[0], at_least_one[1]  # the order of `StepCounts`
         return [count.to(self.device, non_blocking=True) for count in (sequences, tokens)]
 
-    def _summed(self, loss: Tensor, metrics: Sequence[dict[str, Tensor]], seen: Sequence[Tensor]) -> Tensor:
-        """Sum a step's loss and metrics over micro-batches and ranks, and what routers saw over ranks.
+    def _all_reduce_totals(self, result: BackwardResult) -> Tensor:
+        """Sum a step's loss and metrics over micro-batches and ranks, and the routing totals over ranks.
 
         Returns:
-            Float64 [1 + number of metrics + ...] on the device.
+            Loss, metrics and routing totals, float64 [1 + number of metrics + ...] on the device.
 
         Collectives:
             One all-reduce over dp × cp.
         """
-        values = [loss.double()]
-        for name in metrics[0]:
+        values = [result.loss.double()]
+        for name in result.metrics[0]:
             total = torch.zeros((), dtype=torch.float64, device=self.device)
-            for measured in metrics:
-                total = total + measured[name].detach().double()
+            for metrics in result.metrics:
+                total = total + metrics[name].detach().double()
             values.append(total)
-        return all_reduce(torch.cat([torch.stack(values), *seen]), self.mesh.dp_cp)
+        parts = [torch.stack(values)]
+        if result.routing_totals is not None:
+            parts.append(result.routing_totals)
+        return all_reduce(torch.cat(parts), self.mesh.dp_cp)
 
     def _counts(self, rows: Batch, batches: Sequence[MicroBatch]) -> Tensor:
         """Count a step's rows on this dp rank: int64 [6] in the order of `StepCounts`.
@@ -493,10 +533,19 @@ class Policy:
         The vision tower's FLOPs are those for the images of `batches`.
         """
         lengths = document_lengths(rows)
-        window = self.model.config.sliding_window or 1  # without one, no layer's FLOPs are those of its pairs
-        pairs = [int((lengths * keys).sum()) for keys in (lengths, lengths.clamp(max=window))]
-        vision = round(sum(self._image_flops.total(batch.images) for batch in batches if batch.images is not None))
-        return torch.tensor([num_trained_tokens(rows), len(lengths), int(lengths.sum()), *pairs, vision])
+        window = self.model.config.sliding_window or 1  # without a sliding window, nothing reads the second count
+        pairs = int((lengths * lengths).sum())
+        windowed_pairs = int((lengths * lengths.clamp(max=window)).sum())
+        image_flops = [self._image_flops.total(batch.images) for batch in batches if batch.images is not None]
+        counts = StepCounts(
+            trained_tokens=num_trained_tokens(rows),
+            documents=len(lengths),
+            tokens=int(lengths.sum()),
+            pairs=pairs,
+            windowed_pairs=windowed_pairs,
+            vision_flops=round(sum(image_flops)),
+        )
+        return torch.tensor(astuple(counts))
 
     @cached_property
     def _image_flops(self) -> "ImageFlops":
@@ -528,49 +577,53 @@ class Policy:
             names -= {"labels", "token_mask", "sample_mask"}
         if self.reference is not None and self.reference.is_swapped_in:
             names -= {"routed_experts"}  # chosen by other weights: the reference's router decides itself
-        read = {name: value for name, value in batch.items() if name in names}
-        batch, _, max_rows, _, images = check_batch(read, self.mesh.dp, self.model.config.vocab_size)
+        selected = {name: value for name, value in batch.items() if name in names}
+        checked = check_batch(selected, self.mesh.dp, self.model.config.vocab_size)
+        rows = checked.batch
         if every_token:
-            batch["labels"] = next_token_labels(batch)
+            rows["labels"] = next_token_labels(rows)
         batching = self._batching(micro_batch_size)
-        batches, plan = split_into_micro_batches(batch, batching, max_rows, self.mesh.dp, images=images)
+        batches, plan = split_into_micro_batches(rows, batching, checked.max_rows, self.mesh.dp, images=checked.images)
         self.model.eval()
-        scores = [[tensor.cpu() for tensor in score(rows)] for rows in batches]
+        results = []  # of each micro-batch a list of tensors
+        for micro_batch in batches:
+            results.append([tensor.cpu() for tensor in score(micro_batch)])
         self.sharding.reshard()
-        return [merge_micro_batch_values(parts, batch, plan, batching.is_packed) for parts in zip(*scores, strict=True)]
+        merged = []
+        for parts in zip(*results, strict=True):  # the parts of one tensor
+            merged.append(merge_micro_batch_values(parts, rows, plan, batching.is_packed))
+        return merged
 
     def _batching(self, micro_batch_size: int | Batching | None) -> Batching:
         if micro_batch_size is None:
             return Fixed(self.recipe.train.num_micro_batch_rows)
-        if isinstance(micro_batch_size, int):
+        if isinstance(micro_batch_size, int):  # 0, as in NeMo-RL's recipes, also means the recipe's
             return Fixed(micro_batch_size or self.recipe.train.num_micro_batch_rows)
         return micro_batch_size
 
     def _backward(
         self, updater: Updater, batches: Sequence[Batch], loss_fn: Loss, divisors: Sequence[Tensor]
-    ) -> tuple[Tensor, list[dict[str, Tensor]], list[Tensor]]:
+    ) -> BackwardResult:
         """Add the gradient of the loss, times the loss scale, to `.grad`.
 
-        Gradients are reduced once, at the last micro-batch; with `parallel.reduce_each` over the shards at every one.
-
-        Returns:
-            This rank's loss, a detached scalar without the loss scale that includes a mixture's balance loss, the
-            metrics of each micro-batch, and in a mixture of experts the totals of its routing, [n] float64.
+        Gradients are reduced once, at the last micro-batch. With `parallel.reduce_each` they are reduced over the
+        shards at every micro-batch.
         """
         scale = updater.loss_scale.scale if updater.loss_scale is not None else 1.0
-        total, metrics = torch.zeros((), device=self.device), []
+        total = torch.zeros((), device=self.device)
+        metrics: list[dict[str, Tensor]] = []
         routing, factor = self.model.routing, self.recipe.moe.balance
         balance = None
         if routing is not None and factor:
             balance = BalanceLoss(factor / (routing.num_layers * divisors[0]), scale)
-        totals = RoutingTotals()
+        routing_totals = RoutingTotals()
         for index, batch in enumerate(batches):
             is_last = index == len(batches) - 1
             self.sharding.sync_gradients(is_last, bool(self.recipe.parallel.reduce_each))
             if self.gradient_sums is not None:
                 self.gradient_sums.begin(updater.scheduler.steps, index, is_last)
             record = RoutingRecord()
-            loss, measured = self.scorer.run_at_head(
+            loss, batch_metrics = self.scorer.run_at_head(
                 batch,
                 loss_fn,
                 *divisors,
@@ -583,10 +636,10 @@ class Policy:
             (loss * scale if scale != 1.0 else loss).backward()
             self._observer.backward_ends()
             total = total + loss.detach()
-            metrics.append(measured)
+            metrics.append(batch_metrics)
             if routing is not None:
                 total = total + record.balance_loss()
-                totals.add(record)
+                routing_totals.add(record)
         if self.gradient_sums is not None:
             self.gradient_sums.finish()
-        return total, metrics, [] if routing is None else [totals.flat()]
+        return BackwardResult(total, metrics, None if routing is None else routing_totals.flat())

@@ -1,4 +1,8 @@
-"""The reference model: a second, frozen set of weights that is swapped into the policy's model for a while."""
+"""The reference model: a second set of weights, which is temporarily swapped into the policy's model.
+
+No second model is built. Only the trained weights are copied, so for LoRA the reference costs no memory at all: it is
+the model without its adapters.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,20 +30,22 @@ class Reference:
 
     Attributes:
         has_adapters: Whether forwards of the reference have the model's adapters.
+        is_swapped_in: Whether the model has the reference's weights now.
         tensors: The copied weights by parameter name: plain tensors, or DTensors like the parameters. Tied weights
             appear once.
     """
 
     def __init__(self, model: CausalLM, sharding: Sharding, *, copy_frozen: bool, with_adapters: bool = True):
-        self._model, self._sharding, self.has_adapters = model, sharding, with_adapters
+        self._model, self._sharding = model, sharding
+        self.has_adapters = with_adapters
         sharding.reshard()
-        left_out = set() if copy_frozen else frozen_names(model)
-        self.tensors: dict[str, Tensor] = {
-            name: to_parameter_device(tensor).clone()
-            for name, tensor in model_tensors(model).items()
-            if name not in left_out and (with_adapters or not is_adapter(name))
-        }
-        self.is_swapped_in = False  # whether the model holds these weights now
+        shared = set() if copy_frozen else frozen_names(model)
+        self.tensors: dict[str, Tensor] = {}
+        for name, tensor in model_tensors(model).items():
+            if name in shared or (is_adapter(name) and not with_adapters):
+                continue
+            self.tensors[name] = to_parameter_device(tensor).clone()
+        self.is_swapped_in = False
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
@@ -52,7 +58,7 @@ class Reference:
             RuntimeError: If the reference is in place already.
         """
         if self.is_swapped_in:
-            raise RuntimeError("the reference is in the model already: use_reference_model() does not nest")
+            raise RuntimeError("the reference is swapped in already: use_reference_model() cannot be nested")
         self._swap()
         self.is_swapped_in = True
         try:
@@ -65,18 +71,21 @@ class Reference:
     def update_towards_policy(self, mix: float) -> None:
         """Set reference ← mix · policy + (1 − mix) · reference (TR-DPO, arXiv:2404.09656, eq. 8)."""
         self._sharding.reshard()
-        for own, tensor in self._pairs():
-            own.lerp_(tensor.to(own.device), mix)  # a master may be in host memory
+        for reference, weight in self._pairs():
+            reference.lerp_(weight.to(reference.device), mix)  # a master weight may be in host memory
 
     @torch.no_grad()
     def _swap(self) -> None:
         with self._sharding.writing():
-            for own, tensor in self._pairs():
-                kept = tensor.clone()
-                tensor.copy_(own)
-                own.copy_(kept)
+            for reference, weight in self._pairs():
+                copy = weight.clone()
+                weight.copy_(reference)
+                reference.copy_(copy)
 
     def _pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """Return the local shards of each weight of the reference and of the model."""
+        """Return the local shards of each copied weight: the reference's and the model's."""
         tensors = model_tensors(self._model)
-        return [(local_tensor(own), local_tensor(tensors[name]).detach()) for name, own in self.tensors.items()]
+        pairs = []
+        for name, reference in self.tensors.items():
+            pairs.append((local_tensor(reference), local_tensor(tensors[name]).detach()))
+        return pairs

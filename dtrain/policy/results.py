@@ -23,7 +23,7 @@ class StepCounts:
         documents: Documents, also called sequences. A packed row has several.
         tokens: Tokens that are not padding.
         pairs: Pairs of a token and a token of its document, for the FLOPs of attention.
-        windowed_pairs: Those pairs of which a sliding window shows at most its size per token.
+        windowed_pairs: The same with at most `sliding_window` tokens for each token.
         vision_flops: FLOPs of the vision tower; 0 for text and in evaluations.
     """
 
@@ -69,7 +69,7 @@ class StepResult:
 
     Attributes:
         counts: Counts of the global batch, known before the backward.
-        totals: The loss, then the metrics in the order of `names`, then what the routers of a mixture of experts saw.
+        totals: The loss, then the metrics in the order of `names`, then the routing totals of a mixture of experts.
         names: Names of the loss function's metrics.
         routing: Routing of a mixture of experts that was trained; None for dense models and in evaluations.
         micro_batch_metrics: This rank's metrics of each micro-batch, scalars on the device.
@@ -98,8 +98,8 @@ class StepResult:
         """Loads of a mixture's experts (`Routing.metrics`); empty for dense models and in evaluations."""
         if self.routing is None:
             return {}
-        seen = self.totals.read()[1 + len(self.names) :]
-        return {name: value.item() for name, value in self.routing.metrics(seen).items()}
+        routing_totals = self.totals.read()[1 + len(self.names) :]
+        return {name: value.item() for name, value in self.routing.metrics(routing_totals).items()}
 
 
 @dataclass(frozen=True)

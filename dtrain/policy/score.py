@@ -1,5 +1,29 @@
-"""The interface of losses to the model: log-probabilities of a micro-batch's labels, from inside the root's forward,
-token by token or summed by document."""
+"""The interface between losses and the model.
+
+A method's loss never sees logits [B, S, V]: they would be the largest tensor of a step by far. Instead it is called
+inside the root module's forward, where the head's weight is available, with a `LogprobSource`. The source computes what
+the loss asks for in tiles, from the hidden states and the head's weight.
+
+For example, an SFT loss over the labelled tokens:
+
+    def loss(source, batch, global_sequences, global_tokens):
+        total = source.weighted_sum()              # Σ log p(label), this rank's tokens
+        return -total / global_tokens, {}
+
+    loss_value, metrics = scorer.run_at_head(micro_batch, loss, num_sequences, num_tokens)
+    loss_value.backward()
+
+`Scorer.run_at_head` prepares one micro-batch for this. For rows of 8 tokens on 2 context-parallel (cp) ranks:
+
+1. The host counts documents, and decides whether attention needs their borders.
+2. Every stream [B, 8] is sharded over cp to [B, 4], and copied to the device.
+3. A `MicroBatchContext` is built: positions, packing, images, routing, adapters.
+4. `model.with_head(fn, input_ids, context)` runs the layers and calls `fn` with hidden states [B, 4, D] and the head's
+   weight [V/tp, D].
+
+The function has to run inside of the forward because FSDP frees the head's weight when the forward returns. A weight
+that is read later is only this rank's shard, without an error.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,11 +57,17 @@ from dtrain.parallel.collectives import all_reduce_in_forward
 from dtrain.parallel.context.batch import pad_right, shard_streams
 from dtrain.parallel.mesh import Mesh
 from dtrain.parallel.tensor import ScoreHead
+from dtrain.policy.batching import MicroBatch
 from dtrain.policy.results import StepObserver
 
 if TYPE_CHECKING:
     from dtrain.losses.head.logprobs import HeadLogprobs, TrainingSamplingParams
     from dtrain.losses.policy.formulas import Documents
+
+Loss = Callable[["LogprobSource", Batch, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
+"""`loss(source, batch, global_sequences, global_tokens) -> (loss, metrics)`. See `Policy.forward_backward`."""
+
+_ALIGNMENT = 16  # bytes: a multiple of every dtype's size, so a stream may begin at any multiple of it
 
 
 class ModelInputs(NamedTuple):
@@ -52,12 +82,40 @@ class ModelInputs(NamedTuple):
     context: MicroBatchContext
 
 
-_ALIGNED = 16  # bytes: where a stream of any dtype may begin
-Loss = Callable[["LogprobSource", Batch, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
+class LabelledPositions(NamedTuple):
+    """Input of a loss over the positions that have a label.
+
+    Attributes:
+        hidden: Hidden states of all positions, [B · S/cp, D].
+        head_weight: The head's weight, [V/tp, D].
+        labels: The labels, [T].
+        positions: The flat positions that have them, [T].
+    """
+
+    hidden: Tensor
+    head_weight: Tensor
+    labels: Tensor
+    positions: Tensor
 
 
 class LogprobSource:
-    """Head of one micro-batch's forward. Valid only inside the loss it is handed to."""
+    """Log-probabilities of one micro-batch's labels, computed on request from hidden states and the head's weight.
+
+    Valid only inside of the function that receives it, because FSDP frees the head's weight afterwards.
+
+    Args:
+        hidden: Hidden states of this rank, [B, S/cp, D].
+        head_weight: The head's weight, [V/tp, D]; [labels, D] of a classifier.
+        batch: This rank's part of every stream, on the device.
+        inputs: Arguments with which the model was called.
+        num_documents: Documents of the micro-batch, over all cp ranks.
+        head: Settings of the head.
+
+    Attributes:
+        inputs: Arguments with which the model was called, for another model's forward on the same tokens.
+        num_documents: Documents of the micro-batch, over all cp ranks.
+        shard: This rank's part of the vocabulary; None if it is not sharded.
+    """
 
     def __init__(
         self,
@@ -65,56 +123,80 @@ class LogprobSource:
         head_weight: Tensor,
         batch: Batch,
         inputs: ModelInputs,
-        documents: int,
+        num_documents: int,
         head: "HeadSettings",
     ):
-        self._hidden = hidden  # [B, S/cp, D]
-        self._head_weight = head_weight  # [V/tp, D]
+        self._hidden = hidden
+        self._head_weight = head_weight
         self._batch = batch
-        self.inputs = inputs  # what the model was called with, for another model's forward on the same tokens
-        self.num_documents = documents  # of the micro-batch, whole
-        self._cp, self._score = head.cp, head.score
-        self.shard = head.shard  # part of the vocabulary that the head's weight is; None for all of it
-        self._of_head: Any = {"softcap": head.softcap, "shard": head.shard}
+        self.inputs = inputs
+        self.num_documents = num_documents
+        self._cp, self._score_head = head.cp, head.score
+        self._softcap = head.softcap
+        self.shard = head.shard
 
     @property
     def head_input(self) -> HeadInput:
-        """Hidden states [B · S/cp, D] and weight behind the logits of this rank's positions, for losses of a method's
-        own."""
-        return HeadInput(self._hidden.flatten(0, 1), self._head_weight, self._of_head["softcap"])
+        """Hidden states [B · S/cp, D] and weight behind this rank's logits, for a loss of the method's own."""
+        return HeadInput(self._hidden.flatten(0, 1), self._head_weight, self._softcap)
 
     def token_loss_sums(self, loss: TokenLossFn, *, label_smoothing: float = 0.0) -> TokenSums:
-        """Return sums over this rank's labelled positions, scalars, the same on every tp rank: of `loss` of log
-        p(label), which may be smoothed, and of labels that are the likeliest token. See the function."""
+        """Sum a loss of log p(label) over this rank's labelled positions, and count the correct predictions.
+
+        Arguments and collectives are those of `losses.head.weighted_sum.token_loss_sums`.
+
+        Returns:
+            Scalars, the same on every tp rank.
+        """
         hidden, weight, labels, index = self._labelled
-        return token_loss_sums(hidden, weight, labels, index, loss, label_smoothing=label_smoothing, **self._of_head)
+        return token_loss_sums(
+            hidden,
+            weight,
+            labels,
+            index,
+            loss,
+            label_smoothing=label_smoothing,
+            softcap=self._softcap,
+            shard=self.shard,
+        )
 
     def weighted_sum(self, token_weights: Tensor | None = None) -> Tensor:
-        """Return Σ token_weights · log p(label) over this rank's labelled positions, a scalar, alike on every tp rank.
+        """Compute Σ token_weights · log p(label) over this rank's labelled positions.
 
-        token_weights: [B, S/cp], constants, not read where there is no label; None for ones.
+        Args:
+            token_weights: Constants, [B, S/cp]. Not read where there is no label. None means ones.
+
+        Returns:
+            A scalar, the same on every tp rank.
         """
         hidden, weight, labels, index = self._labelled
-        weights = (
-            torch.ones(index.shape, device=index.device)
-            if token_weights is None
-            else token_weights.flatten().index_select(0, index)
-        )
-        return weighted_logprob_sum(hidden, weight, labels, weights, index, **self._of_head)
+        if token_weights is None:
+            weights = torch.ones(index.shape, device=index.device)
+        else:
+            weights = token_weights.flatten().index_select(0, index)
+        return weighted_logprob_sum(hidden, weight, labels, weights, index, softcap=self._softcap, shard=self.shard)
 
     @property
-    def _labelled(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Hidden states [B · S/cp, D], head, the labels [T], and their places [T]."""
+    def _labelled(self) -> LabelledPositions:
         index = self._batch["label_index"]
         labels = self._batch["labels"].flatten().index_select(0, index)
-        return self._hidden.flatten(0, 1), self._head_weight, labels, index
+        return LabelledPositions(self._hidden.flatten(0, 1), self._head_weight, labels, index)
 
     def logprobs(self, *, temperature: float = 1.0, entropy: bool = False, log_p2: bool = False) -> "HeadLogprobs":
-        """Return log p(label) of every position of this rank, [B, S/cp], 0 where there is no label; on request the
-        entropy and log Σ p². The same on every tp rank; the first two are
-        differentiable, whatever the loss does with them. For a sum with known weights `weighted_sum` is cheaper.
+        """Compute log p(label) at every position of this rank.
+
+        For a sum with known weights `weighted_sum` is cheaper.
+
+        Args:
+            temperature: Divides the logits.
+            entropy: Compute the entropy of the distribution too.
+            log_p2: Compute log Σ p² too.
+
+        Returns:
+            Tensors [B, S/cp], 0 where there is no label, the same on every tp rank. Log-probabilities and entropies are
+            differentiable, whatever the loss does with them.
         """
-        from dtrain.losses.head.logprobs import logprobs_from_hidden_states
+        from dtrain.losses.head.logprobs import logprobs_from_hidden_states  # a plain SFT run does not need it
 
         return logprobs_from_hidden_states(
             self._hidden,
@@ -124,36 +206,56 @@ class LogprobSource:
             entropy=entropy,
             log_p2=log_p2,
             index=self._batch["label_index"],
-            **self._of_head,
+            softcap=self._softcap,
+            shard=self.shard,
         )
 
     def sampled_logprobs(self, sampling: "TrainingSamplingParams", *, entropy: bool = False) -> "HeadLogprobs":
-        """Return `logprobs` of the distribution that labels were drawn from: −inf where top-k or top-p leave a label
-        out. The entropy is that of all tokens."""
-        from dtrain.losses.head.filtered import filtered_logprobs_from_hidden_states
+        """Compute `logprobs` of the distribution from which the labels were sampled.
+
+        Args:
+            sampling: Temperature, top-k and top-p.
+            entropy: Compute the entropy too. It is that of the distribution before top-k and top-p.
+
+        Returns:
+            As `logprobs`, −inf where top-k or top-p exclude the label.
+        """
+        from dtrain.losses.head.filtered import filtered_logprobs_from_hidden_states  # only for sampled labels
         from dtrain.losses.head.logprobs import HeadLogprobs, need_top_k_or_top_p_filtering
 
         if not need_top_k_or_top_p_filtering(sampling):
             return self.logprobs(temperature=sampling.temperature, entropy=entropy)
-        entropies = self.logprobs(temperature=sampling.temperature, entropy=True).entropy if entropy else None
+        entropies = None
+        if entropy:
+            entropies = self.logprobs(temperature=sampling.temperature, entropy=True).entropy
         logprobs = filtered_logprobs_from_hidden_states(
             self._hidden,
             self._head_weight,
             self._batch["labels"],
             sampling,
             index=self._batch["label_index"],
-            **self._of_head,
+            softcap=self._softcap,
+            shard=self.shard,
         )
         return HeadLogprobs(logprobs, entropies)
 
     def sum_by_document(self, values: Tensor) -> Tensor:
-        """Return Σ of `values` [.., B, S/cp] over each document of the micro-batch, [.., documents], on every cp rank.
+        """Sum values over the tokens of each document, also if cp distributes a document over several ranks.
 
-        The documents are counted row by row, as in `batch.document_ids`. Under cp one all-reduce, which the derivative
-        passes by: the losses that the cp ranks go on with must be the same.
+        Documents are numbered row by row, as in `batch.document_ids`.
+
+        Args:
+            values: [.., B, S/cp].
+
+        Returns:
+            [.., documents], the same on every cp rank. The gradient of each rank is that of its own tokens. It is right
+            if every cp rank computes the same loss from the sums; see `count_once`.
+
+        Collectives:
+            Under cp one all-reduce, none in the backward.
         """
         sums = sum_by_document(values, self._batch["document_ids"], self.num_documents)
-        return sums if self._cp.size() == 1 else all_reduce_in_forward(sums, self._cp.get_group())
+        return self._sum_over_cp(sums)
 
     def token_scores(self) -> Tensor:
         """Compute the outputs of a classifier or critic at every position of this rank.
@@ -168,71 +270,113 @@ class LogprobSource:
             Over tp one all-reduce.
         """
         dtype = compute_dtype(self._hidden.dtype)
-        return self._required_score.product(self._hidden.to(dtype), self._head_weight.to(dtype))
-
-    @property
-    def _required_score(self) -> ScoreHead:
-        if self._score is None:
-            raise ValueError("this model has a vocabulary's head, and gives no scores")
-        return self._score
+        return self._required_score_head.product(self._hidden.to(dtype), self._head_weight.to(dtype))
 
     def scores(self) -> Tensor:
-        """Return a classifier's outputs [documents, labels], each read at its document's one label, in max(float32, the
-        dtype); whole on every rank of tp and cp, as `sum_by_document`. Over tp one all-reduce, over cp another."""
+        """Compute the outputs of a classifier for each document, at the one position of it that has a label.
+
+        Returns:
+            [documents, labels] in max(float32, the dtype of computation), the same on every tp and cp rank.
+
+        Raises:
+            ValueError: If the model has a vocabulary's head.
+
+        Collectives:
+            Over tp one all-reduce, and over cp one.
+        """
         index = self._batch["label_index"]
         dtype = compute_dtype(self._hidden.dtype)
         hidden = self._hidden.flatten(0, 1).index_select(0, index).to(dtype)  # [T, D]
-        values = self._required_score.product(hidden, self._head_weight.to(dtype))  # [T, labels]
+        values = self._required_score_head.product(hidden, self._head_weight.to(dtype))  # [T, labels]
         ids = self._batch["document_ids"].flatten().index_select(0, index)
+        # Only one cp rank has the position of a document. The sum over the ranks adds zeros to its value.
         outputs = values.new_zeros(self.num_documents, values.shape[1]).index_add(0, ids, values)
-        return outputs if self._cp.size() == 1 else all_reduce_in_forward(outputs, self._cp.get_group())
+        return self._sum_over_cp(outputs)
+
+    @property
+    def _required_score_head(self) -> ScoreHead:
+        if self._score_head is None:
+            raise ValueError("this model has the head of a language model, and computes no scores")
+        return self._score_head
+
+    def _sum_over_cp(self, values: Tensor) -> Tensor:
+        return values if self._cp.size() == 1 else all_reduce_in_forward(values, self._cp.get_group())
 
     def sequences(self, mask: Tensor) -> "Documents":
-        """Return the documents of the micro-batch as a policy loss takes them; mask [B, S/cp]: the tokens that count.
-        Under cp one all-reduce."""
-        from dtrain.losses.policy.formulas import Documents
+        """Return the documents of the micro-batch, as policy losses expect them.
+
+        Args:
+            mask: Which tokens count, [B, S/cp].
+
+        Collectives:
+            Under cp one all-reduce.
+        """
+        from dtrain.losses.policy.formulas import Documents  # only for reinforcement learning
 
         return Documents(self._batch["document_ids"], self.num_documents, mask, self._cp.get_group())
 
     def count_once(self, value: Tensor) -> Tensor:
-        """Return this rank's share of a value that every cp rank computes alike, so that a sum over the ranks counts it
-        once.
+        """Return this rank's share of a value that every cp rank computes alike.
 
-        The first rank has the value and the others have 0. The sum is exact, also for counts and for a number of ranks
-        such as 3, by which a division would round. The gradient is the full one on every rank, because each rank passes
-        it to its own tokens only.
+        The loss of a step is summed over the cp ranks, so a value that all of them have would count cp times. Here the
+        first rank returns the value and the others return 0. The sum is exact, also for counts and for a number of
+        ranks such as 3, by which a division would round. The gradient is the full one on every rank, because each rank
+        passes it to its own tokens only.
 
         Args:
             value: Computed from `sum_by_document`, [..], of any dtype.
         """
         if self._cp.size() == 1:
             return value
-        own = value.detach()
-        share = own if self._cp.get_local_rank() == 0 else torch.zeros_like(own)
-        return share + (value - own) if value.requires_grad else share
+        constant = value.detach()
+        share = constant if self._cp.get_local_rank() == 0 else torch.zeros_like(constant)
+        # value - constant is 0 with the gradient of `value`.
+        return share + (value - constant) if value.requires_grad else share
 
 
 @dataclass(frozen=True)
 class HeadSettings:
-    """Settings of the head: the model and the mesh."""
+    """Settings of a head that follow from the model and the mesh.
+
+    Attributes:
+        softcap: Logits become softcap · tanh(logits / softcap). None: unchanged.
+        shard: This rank's part of the vocabulary. None if the vocabulary is not sharded.
+        cp: The context-parallel mesh.
+        score: The head of a classifier or critic. None for a language model.
+    """
 
     softcap: float | None
     shard: VocabShard | None
     cp: DeviceMesh
-    score: ScoreHead | None = None  # of a classifier
+    score: ScoreHead | None = None
 
     @classmethod
-    def of(cls, model: CausalLM, mesh: Mesh) -> "HeadSettings":
+    def from_model(cls, model: CausalLM, mesh: Mesh) -> "HeadSettings":
+        """Read the settings of a model on a mesh."""
         head = model.head
-        start = head.vocab_start  # None too where a plan of the user's own leaves the head whole
-        largest = -(-model.config.vocab_size // mesh.tp.size())
-        shard = None if start is None else VocabShard(start, mesh.tp.get_group(), largest)
+        shard = None
+        # A user's own parallel plan may leave the head unsharded under tp. Then `vocab_start` is None too.
+        if head.vocab_start is not None:
+            largest = -(-model.config.vocab_size // mesh.tp.size())  # rounded up
+            shard = VocabShard(head.vocab_start, mesh.tp.get_group(), largest)
         score = head if isinstance(head, ScoreHead) else None
         return cls(model.config.final_logit_softcapping, shard, mesh.cp, score)
 
 
+class TopkLogits(NamedTuple):
+    """The k largest logits at every position.
+
+    Attributes:
+        values: The logits, [B, S, k], descending; 0 on padding.
+        ids: Their token ids, [B, S, k]; 0 on padding.
+    """
+
+    values: Tensor
+    ids: Tensor
+
+
 class Scorer:
-    """Losses and log-probabilities of micro-batches on a model on a mesh.
+    """Computes losses and log-probabilities of micro-batches with a model on a mesh.
 
     Args:
         model: The model.
@@ -244,7 +388,7 @@ class Scorer:
     def __init__(self, model: CausalLM, mesh: Mesh, device: torch.device, observer: StepObserver | None = None):
         self.model, self.mesh, self.device = model, mesh, device
         self._observer = StepObserver() if observer is None else observer
-        self._head = HeadSettings.of(model, mesh)
+        self._head = HeadSettings.from_model(model, mesh)
 
     def run_at_head(
         self,
@@ -256,124 +400,186 @@ class Scorer:
         adapters: bool = True,
         step: int = 0,
     ) -> Any:
-        """Return `fn(source, local, *more)`, called inside the root's forward, with a graph that is ready for backward.
+        """Run the forward of one micro-batch, and call a function inside of it, at the head.
 
-        A `Loss`, with the global counts in `more`, returns its loss and metrics. Several micro-batches may be in
-        flight: each call has a context of its own. Rows of one document each, with positions from 0, take the plain
-        causal kernel.
+        With a `Loss` and the global counts in `more` the result is the loss, whose graph is ready for the backward, and
+        the metrics. Several micro-batches may be in flight: each call has a context of its own.
 
         Args:
-            batch: One host micro-batch of full rows.
-            fn: Called with a `LogprobSource`, with this rank's part of every stream on the device, and with `more`.
+            batch: One micro-batch on the host, of full rows (not sharded over cp). A plain dict of streams [n, S, ..]
+                has no images.
+            fn: Called as `fn(source, local, *more)` with a `LogprobSource` and this rank's part of every stream on the
+                device.
             more: Further arguments of `fn`.
             balance: The balance loss of a mixture of experts. None if there is none.
             record: Filled by the sparse layers of a mixture of experts. None if nobody reads it.
             adapters: Whether the model's adapters take part.
             step: The optimizer step, from which the dropout of adapters is computed in training.
+
+        Returns:
+            The result of `fn`.
+
+        Raises:
+            ValueError: If `routed_experts` does not fit the model.
+
+        Collectives:
+            Those of the model and of `fn`. With a vision tower one all-gather of objects over dp.
         """
+        micro_batch = batch if isinstance(batch, MicroBatch) else MicroBatch(batch)
         self._observer.forward_begins(batch)
-        is_packed = bool((batch["seq_ids"] > PADDING_SEQ_ID + 1).any())
-        if self.model.config.experts is not None:  # padding is not routed
-            is_packed |= self.mesh.cp.size() > 1 or bool((batch["seq_ids"] == PADDING_SEQ_ID).any())
-        counted = torch.arange(batch["position_ids"].shape[1])
-        by_position = is_packed or self.mesh.cp.size() > 1 or bool((batch["position_ids"] != counted).any())
-        count, whole = num_documents(batch), {**batch, "document_ids": document_ids(batch)}
-        _check_routed(batch, self.model)
+        has_document_mask = self._needs_document_mask(batch)
+        has_positions = has_document_mask or self.mesh.cp.size() > 1 or not _counts_from_zero(batch)
+        document_count = num_documents(batch)
+        _check_routed_experts(batch, self.model)
+
+        full = {**batch, "document_ids": document_ids(batch)}
         settings = self.model.adapters
         if adapters and settings is not None and settings.dropout and self.model.training:
-            whole["dropout_tokens"] = settings.dropout_tokens(batch, step)
+            full["dropout_tokens"] = settings.dropout_tokens(batch, step)
         if self.mesh.cp.size() > 1:
-            whole = shard_streams(whole, self.mesh.cp, keep=getattr(batch, "per_row", ()))
-        local = _to_device(whole, self.device)
-        replayed = local.pop("routed_experts", None)
+            full = shard_streams(full, self.mesh.cp, keep=micro_batch.per_row)
+        # Counted on the host, where it costs no synchronisation. Under cp these are this rank's tokens.
+        num_real_tokens = int((full["seq_ids"] != PADDING_SEQ_ID).sum())
+        local = _to_device(full, self.device)
+
+        # Streams that only the model reads are removed from `local`, so a loss does not see them.
+        replayed_experts = local.pop("routed_experts", None)
         routing = None
         if self.model.routing is not None:
             routing = MicroBatchRouting(
                 document_ids=local["document_ids"],
-                num_documents=count,
-                num_real_tokens=int((whole["seq_ids"] != PADDING_SEQ_ID).sum()),
-                replayed_experts=replayed,
+                num_documents=document_count,
+                num_real_tokens=num_real_tokens,
+                replayed_experts=replayed_experts,
                 balance=balance,
                 record=RoutingRecord() if record is None else record,
             )
-        context = MicroBatchContext(
-            position_ids=local["position_ids"] if by_position else None,
-            seq_ids=local["seq_ids"] if is_packed else None,
-            packing=self._packing(batch, is_packed) if self.model.model.takes_packing else None,
-            images=self._images(batch, local),
+        packing = self._packing(batch, has_document_mask) if self.model.model.takes_packing else None
+        micro_batch_context = MicroBatchContext(
+            position_ids=local["position_ids"] if has_positions else None,
+            seq_ids=local["seq_ids"] if has_document_mask else None,
+            packing=packing,
+            images=self._images(micro_batch.images, local),
             routing=routing,
             adapters=_adapter_context(adapters, local.pop("dropout_tokens", None)),
         )
-        inputs = ModelInputs(local["input_ids"], context)
+        inputs = ModelInputs(local["input_ids"], micro_batch_context)
 
-        def within(hidden: Tensor, head_weight: Tensor) -> Any:
-            source = LogprobSource(hidden, head_weight, local, inputs, count, self._head)
+        def at_head(hidden: Tensor, head_weight: Tensor) -> Any:
+            source = LogprobSource(hidden, head_weight, local, inputs, document_count, self._head)
             self._observer.head_begins()
             result = fn(source, local, *more)
             self._observer.head_ends()
             return result
 
-        result = self.model.with_head(within, inputs.input_ids, inputs.context)
+        result = self.model.with_head(at_head, inputs.input_ids, inputs.context)
         self._observer.forward_ends()
         return result
 
-    def _images(self, batch: Batch, local: Batch) -> Images | None:
-        """Return the images of a host micro-batch, and their places among this rank's tokens; of a model without a
-        vision tower None, with one also where the rows have no image. Over dp one all-gather of objects."""
+    def _needs_document_mask(self, batch: Batch) -> bool:
+        """Check whether attention or routing needs the document of each token.
+
+        Rows of one document each need no mask but the causal one, which hides the padding at their ends from every
+        token. The plain causal kernel is faster.
+        """
+        has_several_documents = bool((batch["seq_ids"] > PADDING_SEQ_ID + 1).any())
+        if has_several_documents or self.model.config.experts is None:
+            return has_several_documents
+        # In a mixture of experts, padding must not be routed. Sharding over cp adds padding.
+        return self.mesh.cp.size() > 1 or bool((batch["seq_ids"] == PADDING_SEQ_ID).any())
+
+    def _images(self, images: RowImages | None, local: Batch) -> Images | None:
+        """Build the images of a micro-batch for the model, and remove their streams from `local`.
+
+        Rows without an image also have an `Images`, because the vision tower runs on every rank: its collectives must
+        match.
+
+        Returns:
+            None for a model without a vision tower.
+
+        Collectives:
+            Over dp one all-gather of objects.
+        """
         config = self.model.config
         if config.vision is None:
             return None
-        rows: RowImages = getattr(batch, "images", None) or RowImages([], [])
+        rows = images or RowImages([], [])
         pixels, grids, order = rows.distinct(config.vision.values_per_patch, config.vision.num_tokens)
-        weights = (weight for tower in self.model.model.vision for weight in tower.parameters())
-        pixels = pixels.to(next(weights).dtype)  # in half precision half as much to copy
+        # Cast on the host: in half precision only half of the bytes are copied to the device.
+        tower_weights = [weight for tower in self.model.model.vision for weight in tower.parameters()]
+        pixels = pixels.to(tower_weights[0].dtype)
         if self.device.type == "cuda":
             pixels = pixels.pin_memory()
         features = local.pop("image_features", torch.full_like(local["input_ids"], -1))
         if len(order):
+            # An image that several rows share is computed once: map the rows' features to those of distinct images.
             order = order.to(self.device, non_blocking=True)
             features = torch.where(features >= 0, order[features.clamp(min=0)], features)
         rotary_ids, ends = local.pop("rotary_ids", None), local.pop("image_ends", None)
-        has_axes = any(rope.sections is not None for rope in config.ropes.values())
+        has_rotary_sections = any(rope.sections is not None for rope in config.ropes.values())
+        rank_images = None
+        if self.mesh.dp_size > 1:
+            rank_images = RankImages(self._gather_grids(grids), self.mesh.dp.get_group())
         return Images(
             pixels.to(self.device, non_blocking=True),
             grids,
             features,
-            rotary_ids if has_axes else None,
+            rotary_ids if has_rotary_sections else None,
             ends if config.bidirectional_types else None,
-            RankImages(self._by_dp_rank(grids), self.mesh.dp.get_group()) if self.mesh.dp_size > 1 else None,
+            rank_images,
         )
 
-    def _by_dp_rank(self, grids: list[Grid]) -> list[list[Grid]]:
-        """Return the grids of the images that each dp rank has in this micro-batch. grids: of this rank's."""
+    def _gather_grids(self, grids: list[Grid]) -> list[list[Grid]]:
+        """Gather the grids of every dp rank's images in this micro-batch. One all-gather of objects over dp."""
         return Ranks(self.mesh.dp.get_group()).gather_results(lambda: grids)
 
-    def _packing(self, batch: Batch, is_packed: bool) -> Packing | None:
-        """Return the packing of a host micro-batch's whole rows, padded as they are cut over cp; None for plain rows of
-        one rank."""
+    def _packing(self, batch: Batch, has_document_mask: bool) -> Packing | None:
+        """Return where the documents of a micro-batch begin, for kernels that compute document by document.
+
+        It describes full rows, padded as they are sharded over cp. None for plain rows of one rank.
+        """
         cp = self.mesh.cp.size()
-        if not is_packed and cp == 1:
+        if not has_document_mask and cp == 1:
             return None
-        multiple = 2 * cp if cp > 1 else 1
-        names = ("position_ids", "seq_ids") if is_packed else ("position_ids",)
-        positions, *owners = (pad_right(batch[name], multiple, STREAMS[name].pad, 1) for name in names)
-        return Packing.of(positions, *owners)
+        multiple = 2 * cp if cp > 1 else 1  # the layout of cp assigns two chunks to each rank
+        positions = pad_right(batch["position_ids"], multiple, STREAMS["position_ids"].pad, 1)
+        if not has_document_mask:
+            return Packing.of(positions)
+        return Packing.of(positions, pad_right(batch["seq_ids"], multiple, STREAMS["seq_ids"].pad, 1))
 
     @torch.no_grad()
     def logprobs(
         self, batch: Batch, sampling: "TrainingSamplingParams | None" = None, *, adapters: bool = True
     ) -> Tensor:
-        """Return log p(label) at every position of one host micro-batch [B, S], 0 where there is none; on the device,
-        the same on every cp and tp rank, in the order of the batch. sampling: as labels were drawn. adapters: whether
-        they take part. Under cp one all-gather."""
-        from dtrain.losses.head.logprobs import TrainingSamplingParams
+        """Compute log p(label) at every position of one micro-batch, without gradients.
+
+        Args:
+            batch: One micro-batch on the host, [B, S].
+            sampling: Temperature and filters of the distribution. None is the model's own.
+            adapters: Whether the model's adapters take part.
+
+        Returns:
+            [B, S] on the device, in the order of the batch, 0 where there is no label. The same on every cp and tp
+            rank.
+
+        Collectives:
+            Those of the forward. Under cp one all-gather.
+        """
+        from dtrain.losses.head.logprobs import TrainingSamplingParams  # a plain SFT run does not need it
 
         sampling = sampling or TrainingSamplingParams()
-        return self.token_values(batch, lambda source: source.sampled_logprobs(sampling).logprobs, adapters=adapters)
+
+        def label_logprobs(source: LogprobSource) -> Tensor:
+            return source.sampled_logprobs(sampling).logprobs
+
+        return self.token_values(batch, label_logprobs, adapters=adapters)
 
     @torch.no_grad()
     def entropies(self, batch: Batch, sampling: "TrainingSamplingParams", *, adapters: bool = True) -> Tensor:
-        """Return, by position as `logprobs`, the entropy where there is a label, else 0, [B, S]."""
+        """Compute the entropy of the distribution at every label of one micro-batch, without gradients.
+
+        Arguments, shape and collectives are those of `logprobs`.
+        """
 
         def entropy(source: LogprobSource) -> Tensor | None:
             return source.sampled_logprobs(sampling, entropy=True).entropy
@@ -383,32 +589,63 @@ class Scorer:
     def token_values(
         self, batch: Batch, fn: Callable[[LogprobSource], Tensor | None], *, adapters: bool = True
     ) -> Tensor:
-        """Return `fn`'s values [B, S/cp] as [B, S] on every rank. adapters: whether they take part."""
+        """Compute a value for every token of one micro-batch.
+
+        Args:
+            batch: One micro-batch on the host, [B, S].
+            fn: Returns the values [B, S/cp] of this rank's positions.
+            adapters: Whether the model's adapters take part.
+
+        Returns:
+            [B, S] on the device, in the order of the batch, the same on every cp rank.
+
+        Collectives:
+            Those of the forward and of `fn`. Under cp one all-gather.
+        """
         local = self.run_at_head(batch, lambda source, _: fn(source), adapters=adapters)
-        cp = self.mesh.cp
-        return local if cp.size() == 1 else context.gather_tokens(local, cp, batch["input_ids"].shape[1])
+        return self._gather_over_cp(local, batch)
 
     @torch.no_grad()
-    def topk_logits(self, batch: Batch, k: int, *, adapters: bool = True) -> tuple[Tensor, Tensor]:
-        """Return the k largest logits at every position of one host micro-batch and their ids, both [B, S, k], 0 on
-        padding; on the device, the same on every cp and tp rank, in the order of the batch. adapters: whether they take
-        part. Under cp two all-gathers.
-        """
-        from dtrain.losses.head.topk import topk_logits_from_hidden_states
+    def topk_logits(self, batch: Batch, k: int, *, adapters: bool = True) -> TopkLogits:
+        """Compute the k largest logits at every position of one micro-batch, without gradients.
 
-        def at_head(source: LogprobSource, local: Batch) -> list[Tensor]:
+        Args:
+            batch: One micro-batch on the host, [B, S].
+            k: Number of logits.
+            adapters: Whether the model's adapters take part.
+
+        Returns:
+            Tensors on the device, in the order of the batch, the same on every cp and tp rank.
+
+        Collectives:
+            Those of the forward. Under cp two all-gathers.
+        """
+        from dtrain.losses.head.topk import topk_logits_from_hidden_states  # training does not need it
+
+        def topk_at_head(source: LogprobSource, local: Batch) -> list[Tensor]:
+            # The head is computed for real tokens only.
             index = (local["seq_ids"].flatten() != PADDING_SEQ_ID).nonzero().squeeze(1)
             topk = topk_logits_from_hidden_states(source.head_input, k, index, shard=source.shard)
             shape = local["seq_ids"].shape
-            return [
-                part.new_zeros(shape.numel(), part.shape[1]).index_copy(0, index, part).view(*shape, -1)
-                for part in topk
-            ]
+            results = []
+            for part in topk:  # values and ids, [T, k] each
+                flat = part.new_zeros(shape.numel(), part.shape[1]).index_copy(0, index, part)
+                results.append(flat.view(*shape, -1))
+            return results
 
-        cp, length = self.mesh.cp, batch["input_ids"].shape[1]
-        local = self.run_at_head(batch, at_head, adapters=adapters)
-        values, ids = (context.gather_tokens(part, cp, length) for part in local)
-        return values, ids
+        values, ids = self.run_at_head(batch, topk_at_head, adapters=adapters)
+        return TopkLogits(self._gather_over_cp(values, batch), self._gather_over_cp(ids, batch))
+
+    def _gather_over_cp(self, local: Tensor, batch: Batch) -> Tensor:
+        """Gather values [B, S/cp, ..] to [B, S, ..] in the order of the batch. Under cp one all-gather."""
+        cp = self.mesh.cp
+        return local if cp.size() == 1 else context.gather_tokens(local, cp, batch["input_ids"].shape[1])
+
+
+def _counts_from_zero(batch: Batch) -> bool:
+    """Check whether the positions of every row are 0, 1, 2, ..."""
+    positions = batch["position_ids"]
+    return not bool((positions != torch.arange(positions.shape[1])).any())
 
 
 def _adapter_context(enabled: bool, dropout_tokens: Tensor | None) -> AdapterContext | None:
@@ -418,37 +655,45 @@ def _adapter_context(enabled: bool, dropout_tokens: Tensor | None) -> AdapterCon
     return None if dropout_tokens is None else AdapterContext(dropout_tokens=dropout_tokens)
 
 
-def _check_routed(batch: Batch, model: CausalLM) -> None:
+def _check_routed_experts(batch: Batch, model: CausalLM) -> None:
     """Raise ValueError for `routed_experts` of another model."""
-    if (routed := batch.get("routed_experts")) is None:
+    routed = batch.get("routed_experts")
+    if routed is None:
         return
     sizes = model.config.experts
     if sizes is None or model.routing is None:
         raise ValueError("stream routed_experts: this model has no experts")
     expected = [*batch["input_ids"].shape, model.routing.num_layers, sizes.top_k]
-    if list(routed.shape) != expected or (
-        routed.numel() and not -1 <= int(routed.min()) <= int(routed.max()) < sizes.num_experts
-    ):
-        raise ValueError(f"stream routed_experts must be {expected}, from -1 to {sizes.num_experts - 1}")
+    is_valid = list(routed.shape) == expected
+    if is_valid and routed.numel():
+        is_valid = int(routed.min()) >= -1 and int(routed.max()) < sizes.num_experts
+    if not is_valid:
+        raise ValueError(
+            f"stream routed_experts must have shape {expected} and values from -1 to {sizes.num_experts - 1}, and has "
+            f"shape {list(routed.shape)}"
+        )
 
 
 def _to_device(batch: Batch, device: torch.device) -> Batch:
-    """Return a host micro-batch on `device`, with `label_index` [T]: the flat positions that have a label.
+    """Copy a micro-batch to the device, and add `label_index` [T]: the flat positions that have a label.
 
-    The index is made on the host, where it costs no synchronisation. To a GPU all goes in one copy out of pinned
-    memory, which the host does not wait for; the streams are views of it.
+    The index is computed on the host, where it costs no synchronisation. On CUDA all streams travel in one copy out of
+    pinned memory, for which the host does not wait. The returned streams are views of that copy.
     """
     streams = {**batch, "label_index": (batch["labels"].flatten() != IGNORE_INDEX).nonzero().squeeze(1)}
     if device.type != "cuda":
         return {name: stream.to(device) for name, stream in streams.items()}
-    sizes = (-(-stream.nbytes // _ALIGNED) * _ALIGNED for stream in streams.values())
-    starts = list(accumulate(sizes, initial=0))
-    here = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=True)
+    aligned_sizes = [-(-stream.nbytes // _ALIGNMENT) * _ALIGNMENT for stream in streams.values()]
+    starts = list(accumulate(aligned_sizes, initial=0))
 
-    def views(buffer: Tensor) -> Batch:
-        pairs = zip(streams.items(), starts, strict=False)
-        return {n: buffer[at : at + s.nbytes].view(s.dtype).view(s.shape) for (n, s), at in pairs}
+    def views_of(buffer: Tensor) -> Batch:
+        views = {}
+        for (name, stream), start in zip(streams.items(), starts, strict=False):  # the last start is the end
+            part = buffer[start : start + stream.nbytes]
+            views[name] = part.view(stream.dtype).view(stream.shape)
+        return views
 
-    for name, view in views(here).items():
+    pinned = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=True)
+    for name, view in views_of(pinned).items():
         view.copy_(streams[name])
-    return views(here.to(device, non_blocking=True))
+    return views_of(pinned.to(device, non_blocking=True))

@@ -1,13 +1,19 @@
-"""Full weights of a policy under Hugging Face's names, sent to an engine in buckets.
+"""Full weights of a policy under Hugging Face's names, sent to an inference engine in buckets.
 
-An adapter is merged into the weights. There are three ways to send them: the tensors themselves (`full_tensors`), a
-broadcast over a process group of its own (`init_collective`, `broadcast_weights_for_collective`; `WeightReceiver` is
-the receiving end), or handles of shared memory on one host (`prepare_weights_for_ipc`, `get_weights_ipc_handles`).
+Adapters are merged into the weights. There are three ways to send them:
 
-In a broadcast, the sender is rank 0 of a process group of its own, the receivers are the others. A bucket is one
-message: the bytes of its tensors, one after the other, in the order of their names (SGLang's `flattened_bucket`). The
-group meets as the one that SGLang's `init_weights_update_group` joins: a TCP store at the sender's address, keys below
-the group's name.
+    full_tensors                          the tensors themselves, one after the other, to code in this process
+    init_collective, broadcast_...        a broadcast to engines on any host; `WeightReceiver` is the receiving end
+    prepare_weights_for_ipc, get_...      handles of shared memory, to an engine on the same host
+
+In a broadcast, rank 0 of the run is rank 0 of a process group of its own, and the receivers are the other ranks:
+
+    run: ranks 0..3 --all-gather--> run's rank 0 = sender, rank 0 --broadcast--> engine A, rank 1
+                                                                             --> engine B, rank 2
+
+A bucket is one message: the bytes of its tensors one after the other, in the order of their names (SGLang's
+`flattened_bucket`). The group is built like the one that SGLang's `init_weights_update_group` joins: a TCP store at the
+sender's address, with keys below the group's name.
 
 `weight_memory` counts the bytes of a rank's weights.
 """
@@ -32,14 +38,25 @@ from dtrain.parallel.fsdp import Sharding, get_device_parameter, get_host_master
 from dtrain.parallel.placement import bytes_of, local_bounds
 
 WeightInfo = dict[str, tuple[torch.Size, torch.dtype]]
-BUCKET_BYTES = 1 << 28  # of one message; a tensor beyond it is a bucket of its own
+"""Shape and dtype of the tensors that are sent, by name and in order."""
+
+BUCKET_BYTES = 1 << 28  # size of one message; a larger tensor is a bucket of its own
 WEIGHT_GROUP = "weights"
 MEETING_TIMEOUT = timedelta(minutes=5)
 
 
 class WeightSender:
-    """Sender of the weights of `model`, which every rank has on its `device`; dtype: where none is asked for. Every
-    rank calls each function: the shards are gathered."""
+    """Sends the full weights of a model.
+
+    Every rank calls each method that has collectives, because shards are gathered.
+
+    Args:
+        model: The model, sharded over its mesh.
+        sharding: Sharding of `model`.
+        rank: This rank in the run. Rank 0 sends.
+        device: Device on which full tensors are put together.
+        dtype: Dtype of the tensors if a method's argument `dtype` is None.
+    """
 
     def __init__(self, model: CausalLM, sharding: Sharding, rank: int, device: torch.device, dtype: torch.dtype):
         self._model, self._sharding = model, sharding
@@ -48,24 +65,37 @@ class WeightSender:
         self.close()
 
     def close(self) -> None:
-        """Leave the receivers of `init_collective` and let go of shared weights."""
+        """Leave the process group of `init_collective`, and free shared weights."""
         self._receivers: Any = None  # their process group, on rank 0, after `init_collective`
         self._shared: dict[str, Tensor] = {}
 
     def prepare_refit_info(self, dtype: torch.dtype | None = None) -> WeightInfo:
-        """Return name → (shape, dtype) of the tensors that will be sent, in order, tied weights once; what must keep
-        its precision is sent in float32 at least. No collective."""
+        """Return shape and dtype of the tensors that will be sent, by name and in order. No collective.
+
+        Tied weights appear once. Weights that need full precision, such as a router's bias, are at least float32.
+
+        Args:
+            dtype: Dtype of the tensors. None: that of computation.
+        """
         from dtrain.checkpoint.huggingface.merged import full_weights, widen_exact  # training needs none of it
 
         dtype = dtype or self._dtype
-        return {
-            name: (weight.shape, widen_exact(dtype, weight.exact)) for name, weight in full_weights(self._model).items()
-        }
+        info: WeightInfo = {}
+        for name, weight in full_weights(self._model).items():
+            info[name] = weight.shape, widen_exact(dtype, weight.exact)
+        return info
 
     @torch.no_grad()
     def full_tensors(self, dtype: torch.dtype | None = None, names: Sequence[str] | None = None) -> Iterator:
-        """Yield (name, full tensor) of each weight, one in memory at a time, on this rank's device; in order of
-        `prepare_refit_info`, or of `names`. An all-gather per sharded weight, and of an adapter's parts."""
+        """Yield the name and the full tensor of each weight on this rank's device, one in memory at a time.
+
+        Args:
+            dtype: Dtype of the tensors. None: that of computation.
+            names: Weights to yield, in this order. None yields all, in the order of `prepare_refit_info`.
+
+        Collectives:
+            One all-gather per sharded weight and per sharded tensor of an adapter. Every rank reads to the end.
+        """
         from dtrain.checkpoint.huggingface.merged import full_weights, widen_exact
 
         self._sharding.reshard()
@@ -75,9 +105,14 @@ class WeightSender:
             yield name, weights[name].read(widen_exact(dtype, weights[name].exact)).to(self._device)
 
     def init_collective(self, ip: str, port: int, world_size: int) -> None:
-        """Connect to `world_size` − 1 receivers at ip:port, where rank 0 listens; other ranks return at once.
+        """Connect rank 0 to the receivers of `broadcast_weights_for_collective`. Other ranks return at once.
 
-        Waits until all are there, at most five minutes. gloo where the device is a CPU, else nccl.
+        Waits until all receivers are connected, at most `MEETING_TIMEOUT`. The backend is nccl on CUDA, otherwise gloo.
+
+        Args:
+            ip: Address at which rank 0 listens.
+            port: Port at which rank 0 listens.
+            world_size: Number of receivers plus one.
         """
         self._receivers = None
         if self._rank == 0:
@@ -86,10 +121,17 @@ class WeightSender:
     def broadcast_weights_for_collective(
         self, dtype: torch.dtype | None = None, bucket_bytes: int = BUCKET_BYTES
     ) -> None:
-        """Send every weight to the receivers, in buckets of about `bucket_bytes`, a number that they must know.
+        """Send every weight to the receivers.
 
-        Collective over the run, whose shards are gathered; one broadcast per bucket. RuntimeError before
-        `init_collective`.
+        Args:
+            dtype: Dtype of the tensors. None: that of computation.
+            bucket_bytes: Size of a bucket. The receivers must use the same number.
+
+        Raises:
+            RuntimeError: Before `init_collective`.
+
+        Collectives:
+            One all-gather per sharded weight over the run. One broadcast per bucket to the receivers.
         """
         receivers = self._receivers
         if self._rank == 0 and receivers is None:
@@ -102,16 +144,27 @@ class WeightSender:
     def prepare_weights_for_ipc(
         self, dtype: torch.dtype | None = None, bucket_bytes: int = BUCKET_BYTES
     ) -> list[list[str]]:
-        """Return the buckets of names to ask `get_weights_ipc_handles` for, one after the other. No collective."""
+        """Return the names of each bucket, for one call of `get_weights_ipc_handles` after the other. No collective."""
         self._ipc_dtype = dtype or self._dtype
         return split_into_buckets(self.prepare_refit_info(self._ipc_dtype), bucket_bytes)
 
     def get_weights_ipc_handles(self, keys: Sequence[str]) -> dict[str, tuple]:
-        """Return name → (function, arguments) that rebuild the full tensor in another process of this host: CUDA IPC on
-        a GPU, shared memory on a CPU. Send them by `multiprocessing.reduction.ForkingPickler`.
+        """Return handles by which another process of this host can open full tensors.
 
-        The tensors live until the next call; the receiver copies what it keeps. Collective. RuntimeError before
-        `prepare_weights_for_ipc`.
+        They use CUDA IPC on a GPU, and shared memory on a CPU. Send them by `multiprocessing.reduction.ForkingPickler`.
+        The tensors are valid until the next call, so the receiver has to copy them.
+
+        Args:
+            keys: Names of the weights, usually one bucket of `prepare_weights_for_ipc`.
+
+        Returns:
+            By name, a function and the arguments with which it returns the tensor.
+
+        Raises:
+            RuntimeError: Before `prepare_weights_for_ipc`.
+
+        Collectives:
+            One all-gather per sharded weight.
         """
         if self._ipc_dtype is None:
             raise RuntimeError("get_weights_ipc_handles needs prepare_weights_for_ipc first")
@@ -120,7 +173,17 @@ class WeightSender:
 
 
 class WeightReceiver:
-    """Receiving end of `Policy.init_collective`, in another process: rank 1 to world_size - 1 of the group."""
+    """Receiving end of `WeightSender.init_collective`, in another process.
+
+    Args:
+        ip: The sender's address.
+        port: The sender's port.
+        rank: This receiver's rank in the group, from 1 to `world_size` - 1.
+        world_size: Number of receivers plus one.
+        device: Device of the tensors.
+        name: Name of the group.
+        wait: Longest time to wait for all ranks, and for each message.
+    """
 
     def __init__(
         self,
@@ -137,20 +200,42 @@ class WeightReceiver:
         self._group = join_weight_group(ip, port, rank, world_size, self.device, name=name, wait=wait)
 
     def receive(self, info: WeightInfo, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, tensor [..]) for all of `info` (the sender's `prepare_refit_info`), in its shape. One broadcast
-        per bucket, whose tensors share one memory: copy what is kept."""
+        """Receive all weights of one `broadcast_weights_for_collective`.
+
+        Args:
+            info: The sender's `prepare_refit_info`.
+            bucket_bytes: The sender's size of a bucket.
+
+        Yields:
+            Name and tensor of each weight. The tensors of a bucket share one buffer.
+
+        Collectives:
+            One broadcast per bucket.
+        """
         for names in split_into_buckets(info, bucket_bytes):
             yield from self.receive_bucket({name: info[name] for name in names})
 
     def receive_bucket(self, info: WeightInfo) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, tensor [..] in its shape) of one message that holds all of `info`: one broadcast, [bytes] uint8.
-        Raises RuntimeError where the sender is gone."""
-        sizes = [num_bytes(*info[name]) for name in info]
+        """Receive one message that contains all tensors of `info`.
+
+        Yields:
+            Name and tensor of each weight. The tensors share one buffer.
+
+        Raises:
+            RuntimeError: If the sender is gone.
+
+        Collectives:
+            One broadcast.
+        """
+        sizes = [num_bytes(shape, dtype) for shape, dtype in info.values()]
         flat = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
         self._group.broadcast(flat, 0).wait()
-        for (name, (shape, dtype)), piece in zip(info.items(), flat.split(sizes), strict=True):
-            is_aligned = piece.storage_offset() % dtype.itemsize == 0  # else no view of it is of that dtype
-            yield name, (piece if is_aligned else piece.clone()).view(dtype).view(shape)
+        for (name, (shape, dtype)), content in zip(info.items(), flat.split(sizes), strict=True):
+            # A view in another dtype must begin at a multiple of that dtype's size.
+            is_aligned = content.storage_offset() % dtype.itemsize == 0
+            if not is_aligned:
+                content = content.clone()
+            yield name, content.view(dtype).view(shape)
 
 
 def join_weight_group(
@@ -163,19 +248,35 @@ def join_weight_group(
     name: str = WEIGHT_GROUP,
     wait: timedelta = MEETING_TIMEOUT,
 ) -> Any:
-    """Return a process group beside the run's own, unknown to torch.distributed's functions: gloo on a CPU, else nccl.
+    """Build a process group that is independent of the run's own, and unknown to torch.distributed's functions.
 
-    Rank 0 listens at ip:port, and gloo at each end's address on the way there. Waits until all are there, at most
-    `wait`, which bounds each message too. The keys are those of torch's `_new_process_group_helper` on a store prefixed
-    by `name`, so that SGLang's end finds this one. Raises UserError where rank 0 cannot listen there.
+    Rank 0 listens at ip:port. gloo also listens, on each rank, at this host's own address in that network. The store's
+    keys are those of torch's `_new_process_group_helper` on a store with the prefix `name`, so that the group of SGLang
+    finds this one.
+
+    Args:
+        ip: Address at which rank 0 listens.
+        port: Port at which rank 0 listens.
+        rank: This process's rank in the group.
+        world_size: Number of ranks.
+        device: The backend is nccl for CUDA, otherwise gloo.
+        name: Name of the group.
+        wait: Longest time to wait for all ranks, and for each message.
+
+    Raises:
+        UserError: If rank 0 cannot listen there.
     """
-    own = choose_listen_address(ip, port)
+    own_address = choose_listen_address(ip, port)
     try:
-        listener = listen(own, port) if rank == 0 else None
+        listener = listen(own_address, port) if rank == 0 else None
     except OSError as error:
-        raise UserError(f"{ip}:{port}, where the receivers of weights are waited for: {error.strerror}") from error
-    taken = {"is_master": True, "master_listen_fd": listener.detach()} if listener else {"is_master": False}
-    store: dist.Store = dist.TCPStore(ip, port, world_size, timeout=wait, **taken)
+        raise UserError(f"cannot wait for the receivers of weights at {ip}:{port}: {error.strerror}") from error
+    store: dist.Store
+    if listener is not None:
+        # The store would listen at all addresses of this host. It gets a socket that listens at one.
+        store = dist.TCPStore(ip, port, world_size, timeout=wait, is_master=True, master_listen_fd=listener.detach())
+    else:
+        store = dist.TCPStore(ip, port, world_size, timeout=wait, is_master=False)
     for prefix in (name, f"{name}/", f"{device.type}/"):
         store = dist.PrefixStore(prefix, store)
     if device.type == "cuda":
@@ -185,22 +286,28 @@ def join_weight_group(
     gloo = dist.ProcessGroupGloo
     options = gloo._Options()  # type: ignore[attr-defined]  # torch's stub calls it Options
     options._timeout = wait
-    options._devices = [gloo.create_device(hostname=own) if own else gloo.create_default_device()]
+    options._devices = [gloo.create_device(hostname=own_address) if own_address else gloo.create_default_device()]
     return dist.ProcessGroupGloo(store, rank, world_size, options)
 
 
-def split_into_buckets(info: Mapping[str, tuple[torch.Size, torch.dtype]], most: int) -> list[list[str]]:
-    """Return the names in their order, cut so that each part has at most `most` bytes or one tensor."""
-    parts: list[list[str]] = []
+def split_into_buckets(info: Mapping[str, tuple[torch.Size, torch.dtype]], max_bytes: int) -> list[list[str]]:
+    """Split names into buckets of at most `max_bytes`, in their order. A larger tensor is a bucket of its own.
+
+    Example:
+        >>> info = {name: (torch.Size([size]), torch.uint8) for name, size in (("a", 4), ("b", 4), ("c", 9), ("d", 1))}
+        >>> split_into_buckets(info, max_bytes=8)
+        [['a', 'b'], ['c'], ['d']]
+    """
+    buckets: list[list[str]] = []
     free = 0
     for name, (shape, dtype) in info.items():
         size = num_bytes(shape, dtype)
-        if not parts or size > free:
-            parts.append([])
-            free = most
-        parts[-1].append(name)
+        if not buckets or size > free:
+            buckets.append([])
+            free = max_bytes
+        buckets[-1].append(name)
         free -= size
-    return parts
+    return buckets
 
 
 def flatten_bucket(tensors: Sequence[Tensor]) -> Tensor:
@@ -209,6 +316,7 @@ def flatten_bucket(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def num_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
+    """Return the size of a tensor in bytes."""
     return torch.Size(shape).numel() * dtype.itemsize
 
 
@@ -217,12 +325,12 @@ class WeightMemory:
     """Memory of a rank's weights, in bytes.
 
     Attributes:
-        on_device: The weights on the device. Of weights in host memory, their rounded copies.
+        on_device: The weights on the device. For weights in host memory, these are their rounded copies.
         on_host: The float32 weights in host memory.
         total_bytes: Bytes on the device.
-        trained_bytes: Those of trained weights.
-        layer_table_bytes: Those of the table of embeddings for each layer; 0 without.
-        tower_bytes: Those of the vision tower; 0 without.
+        trained_bytes: Bytes of trained weights.
+        layer_table_bytes: Bytes of Gemma's embedding table for every layer; 0 if there is none.
+        tower_bytes: Bytes of the vision tower; 0 if there is none.
         smallest_rank_bytes: Bytes on the device of the rank that has the fewest.
     """
 

@@ -1,6 +1,7 @@
-"""Policy under NeMo-RL's name and keywords, for callers who bring its code: a thin class over `Policy`, no Ray.
+"""`Policy` under the name and with the keywords of NeMo-RL's policy worker, without Ray.
 
-A function that NeMo-RL's worker has and this one cannot raises a NotImplementedError that says why.
+Code that was written for NeMo-RL can use it by changing an import. Functions of NeMo-RL's worker that dtrain does not
+have raise a NotImplementedError that says why.
 """
 
 import os
@@ -40,11 +41,12 @@ _NO_ZMQ = (
 
 
 def _method_of(part: str, method: Callable[..., Any]) -> property:
-    """Return `method` of a policy's `part`, such as `checkpoint`, as a method of the worker."""
+    """Return a property by which the worker has a method of a policy's part, such as `checkpoint`."""
     return property(attrgetter(f"{part}.{method.__name__}"), doc=method.__doc__)
 
 
 def _refusing(name: str, why: str) -> Callable[..., NoReturn]:
+    """Return a method that raises NotImplementedError."""
 
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
         raise NotImplementedError(f"DTensorPolicyWorker.{name}: {why}")
@@ -53,12 +55,26 @@ def _refusing(name: str, why: str) -> Callable[..., NoReturn]:
 
 
 class DTensorPolicyWorker(Policy):
-    """`Policy`, built with its arguments; then, as NeMo-RL's worker is, with an optimizer whose schedule is over
-    `train.steps`, a copy of the first weights as the reference, and what is saved at `weights_path` and
-    `optimizer_path` (`load_checkpoint`).
+    """`Policy` with the methods of NeMo-RL's worker.
 
-    Functions that are not here are `Policy`'s. Raises NotImplementedError for NeMo-RL's own config in place of a
-    recipe, ValueError where the schedule has no length.
+    It is built like a `Policy`. Then, as NeMo-RL's worker does, it builds the optimizer with a schedule over
+    `train.steps`, copies the first weights as the reference, and loads a checkpoint.
+
+    Args:
+        recipe: As in `Policy`, like the four arguments that follow.
+        config: Config of the model.
+        mesh: The mesh.
+        runtime: This rank and its device.
+        options: Options for building the model.
+        weights_path: Directory of weights that `save_checkpoint` has written. None loads nothing.
+        optimizer_path: Directory of the optimizer's state. None loads only the weights.
+        init_optimizer: Whether the optimizer is built.
+        init_reference_model: Whether the reference is copied.
+        others: Arguments of NeMo-RL's worker, which are refused.
+
+    Raises:
+        NotImplementedError: For NeMo-RL's own config instead of a recipe, and for `others`.
+        ValueError: If the optimizer is to be built, and `train.steps` is null.
     """
 
     def __init__(
@@ -77,12 +93,15 @@ class DTensorPolicyWorker(Policy):
     ):
         if not isinstance(recipe, PolicyConfig) or config is None or mesh is None or runtime is None or others:
             raise NotImplementedError(
-                "DTensorPolicyWorker(recipe, config, mesh, runtime) takes dtrain's recipe, and reads no config, "
-                "tokenizer or processor of NeMo-RL's: write a recipe (dtrain/methods/README.md has its keys beside "
-                "NeMo-RL's), and load it with dtrain.training.load_recipe"
+                "DTensorPolicyWorker(recipe, config, mesh, runtime) needs a recipe of dtrain, and does not read a "
+                "config, tokenizer or processor of NeMo-RL. Write a recipe (dtrain/methods/README.md lists its keys "
+                "next to NeMo-RL's), and load it with dtrain.training.load_recipe"
             )
         if init_optimizer and recipe.train.steps is None:
-            raise ValueError("train.steps=null gives the schedule no length: set it, or init_optimizer=False here")
+            raise ValueError(
+                "train.steps=null: the learning rate schedule needs a number of steps. Set it, or pass "
+                "init_optimizer=False"
+            )
         super().__init__(recipe, config, mesh, runtime, options=options)
         self._temperature = _temperature_of(recipe)
         if init_reference_model:
@@ -128,8 +147,8 @@ class DTensorPolicyWorker(Policy):
         """
         if hasattr(loss_fn, "loss_type"):
             raise NotImplementedError(
-                f"DTensorPolicyWorker.train with {type(loss_fn).__name__}: NeMo-RL's losses take whole logits, which "
-                "are never made here: write loss_fn(source, batch, global_valid_seqs, global_valid_toks) from "
+                f"DTensorPolicyWorker.train with {type(loss_fn).__name__}: NeMo-RL's losses need the full logits, "
+                "which dtrain never computes. Write loss_fn(source, batch, global_valid_seqs, global_valid_toks) with "
                 "source.logprobs() (dtrain/policy/score.py)"
             )
         batch_size = self.recipe.train.global_batch
@@ -139,11 +158,11 @@ class DTensorPolicyWorker(Policy):
             raise ValueError(f"gbs={gbs} must be a multiple of the {dp_size} data-parallel ranks")
         if not eval_mode:
             self._required_updater("train")
-        taken = check_batch(data, self.mesh.dp, self.model.config.vocab_size)
+        checked = check_batch(data, self.mesh.dp, self.model.config.vocab_size)
         results: list[StepResult] = []
         update: UpdateResult | None = None
         rows_per_step = None if gbs is None else gbs // dp_size
-        for step in taken.split_into_steps(rows_per_step):
+        for step in checked.split_into_steps(rows_per_step):
             if eval_mode:
                 results.append(self._evaluate(step, loss_fn, mbs))
             else:
@@ -176,8 +195,9 @@ class DTensorPolicyWorker(Policy):
         def score(rows: Batch) -> list[Tensor]:
             return [self.scorer.logprobs(rows, adapters=self._has_adapters)]
 
+        # Position i of `values` has the log-probability of its next token. The last position has no label.
         (values,) = self._scored(data, micro_batch_size, score, every_token=True)
-        return {"logprobs": values.roll(1, 1)}  # the last position has no label
+        return {"logprobs": values.roll(1, 1)}
 
     def get_reference_policy_logprobs(
         self, data: Batch, micro_batch_size: int | Batching | None = None
@@ -238,45 +258,63 @@ class DTensorPolicyWorker(Policy):
 
     @staticmethod
     def train_context(cp_context: Any = None) -> AbstractContextManager[None]:
-        """Context that enters `cp_context`, where there is one."""
+        """Return a context that enters `cp_context`, or does nothing if it is None."""
         return context.get_train_context(False, False, cp_context)()
 
     def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
-        """Call `PolicyOffloader.prepare_for_training`; arguments are taken and play no part, as in NeMo-RL."""
+        """Call `PolicyOffloader.prepare_for_training`. Arguments are ignored, as in NeMo-RL."""
         self.offloader.prepare_for_training()
 
     def init_collective(self, ip: str, port: int, world_size: int, *, train_world_size: int | None = None) -> None:
-        """Call `WeightSender.init_collective`. train_world_size: NeMo-RL counts that many training ranks in
-        `world_size`, of which rank 0 alone sends here."""
+        """Call `WeightSender.init_collective`.
+
+        Args:
+            ip: Address at which rank 0 listens.
+            port: Port at which rank 0 listens.
+            world_size: Number of training ranks and receivers, as NeMo-RL counts them.
+            train_world_size: Number of training ranks in `world_size`. In dtrain only rank 0 of them sends.
+        """
         self.weights.init_collective(ip, port, world_size - (train_world_size or 1) + 1)
 
     def prepare_weights_for_ipc(self) -> tuple[list[tuple[str, int]], float]:
-        """Return ([(name, bytes of the full tensor in the dtype of computation)], bytes that are free for them on the
-        device, of a CPU a share of its memory). No collective."""
+        """Return name and bytes of each full tensor, and the number of bytes that are free for them. No collective.
+
+        The bytes are those in the dtype of computation. See `get_free_memory_bytes`.
+        """
         self.weights.prepare_weights_for_ipc()
         sizes = [(name, shape.numel() * dtype.itemsize) for name, (shape, dtype) in self.prepare_refit_info().items()]
         return sizes, float(self.get_free_memory_bytes())
 
     def get_weights_ipc_handles(self, keys: Iterable[str]) -> dict[str, Any]:
-        """Return {`report_device_id()`: (False, [(name, (function, arguments))])}: the handles of
-        `WeightSender.get_weights_ipc_handles`, none of which packs several tensors. Collective. Raises RuntimeError
-        before `prepare_weights_for_ipc`."""
-        return {self.report_device_id(): (False, list(self.weights.get_weights_ipc_handles(list(keys)).items()))}
+        """Call `WeightSender.get_weights_ipc_handles`, and return its handles in NeMo-RL's form.
+
+        Returns:
+            {`report_device_id()`: (False, [(name, (function, arguments))])}. False means that each handle is one
+            tensor.
+        """
+        handles = self.weights.get_weights_ipc_handles(list(keys))
+        return {self.report_device_id(): (False, list(handles.items()))}
 
     def get_free_memory_bytes(self) -> int:
-        """Return the bytes that other tensors may take on this rank's device: four fifths of what is free, of a CPU a
-        share of its memory."""
+        """Return how many bytes of this rank's device other tensors may use.
+
+        On CUDA these are four fifths of the free memory, on a CPU this rank's share of the host's free memory.
+        """
         return free_device_memory(self.device, self.runtime.world_size)
 
     def get_gpu_info(self) -> dict[str, Any]:
-        """Return this rank's numbers and device under NeMo-RL's keys, memory in MiB, 0 on a CPU.
+        """Return this rank and its device under NeMo-RL's keys. Memory is in MiB, 0 on a CPU.
 
-        env_vars has a launcher's variables of the rank, and the process's CUDA_VISIBLE_DEVICES, None if that is not
-        set. global_device_id is None: CUDA_VISIBLE_DEVICES may name devices by UUID or MIG instance.
+        `env_vars` has the launcher's variables of the rank, and CUDA_VISIBLE_DEVICES, None if that is not set.
+        `global_device_id` is None, because CUDA_VISIBLE_DEVICES may name devices by UUID or MIG instance.
         """
-        rank, info, is_gpu = self.runtime, self.monitor.get_gpu_info(), self.device.type == "cuda"
-        reserved = (torch.cuda.memory_reserved, torch.cuda.max_memory_reserved)
-        sample = next(((name, p) for name, p in self.model.named_parameters() if p.requires_grad), None)
+        rank, info = self.runtime, self.monitor.get_gpu_info()
+        is_gpu = self.device.type == "cuda"
+        sample = {}  # the first trained parameter
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad:
+                sample[name] = _describe(parameter)
+                break
         return {
             "rank": rank.rank,
             "world_size": rank.world_size,
@@ -286,10 +324,10 @@ class DTensorPolicyWorker(Policy):
             "device_count": torch.cuda.device_count() if is_gpu else 0,
             "device_name": info["name"],
             "memory_allocated_mb": info["memory_allocated"] / MIB,
-            "memory_reserved_mb": reserved[0](self.device) / MIB if is_gpu else 0.0,
+            "memory_reserved_mb": torch.cuda.memory_reserved(self.device) / MIB if is_gpu else 0.0,
             "peak_memory_allocated_mb": info["max_memory_allocated"] / MIB,
-            "peak_memory_reserved_mb": reserved[1](self.device) / MIB if is_gpu else 0.0,
-            "parameter_sample": {} if sample is None else {sample[0]: _described(sample[1])},
+            "peak_memory_reserved_mb": torch.cuda.max_memory_reserved(self.device) / MIB if is_gpu else 0.0,
+            "parameter_sample": sample,
             "env_vars": {
                 "RANK": str(rank.rank),
                 "WORLD_SIZE": str(rank.world_size),
@@ -310,7 +348,7 @@ class DTensorPolicyWorker(Policy):
     def _add_noise_to_weights(self) -> None:
         """Add noise from normal(0, 0.01) to each trained weight, so that a test can see new weights arrive elsewhere.
 
-        The noise of an element depends on its place in the unsharded weight and on the recipe's seed, so all ranks and
+        The noise of an element depends on its index in the unsharded weight and on the recipe's seed, so all ranks and
         meshes agree. A second call adds the same noise again. No collective.
         """
         with self.sharding.writing():
@@ -333,11 +371,11 @@ class DTensorPolicyWorker(Policy):
         return self.model.config
 
     def is_alive(self) -> bool:
-        """Return True: it answers."""
+        """Return True. NeMo-RL calls this to find out whether a worker responds."""
         return True
 
     def shutdown(self) -> None:
-        """Leave the receivers of `init_collective` and let go of shared weights. The process goes on."""
+        """Leave the process group of `init_collective`, and free shared weights. The process continues."""
         self.weights.close()
 
 
@@ -367,11 +405,14 @@ def _as_dict(results: list[StepResult]) -> dict[str, Any]:
 
 def _temperature_of(recipe: PolicyConfig) -> float:
     """Return the temperature at which a recipe samples completions; 1 for a method that samples none."""
-    sections = (getattr(recipe, field.name) for field in fields(recipe))
-    return next((section.sampling.temperature for section in sections if isinstance(section, RolloutSection)), 1.0)
+    for field in fields(recipe):
+        section = getattr(recipe, field.name)
+        if isinstance(section, RolloutSection):
+            return section.sampling.temperature
+    return 1.0
 
 
-def _described(parameter: Tensor) -> dict[str, Any]:
+def _describe(parameter: Tensor) -> dict[str, Any]:
     return {
         "device": str(local_tensor(parameter).device),
         "shape": list(parameter.shape),

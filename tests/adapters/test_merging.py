@@ -180,7 +180,7 @@ def test_another_base_is_refused(tmp_path):
 
 def test_a_run_from_scratch_has_its_base_in_its_steps(tmp_path):
     recipe = run(tiny_recipe(tmp_path, DORA, "train.steps=2", "checkpoint.every=2", family="qwen2"))
-    assert "the base that the step holds" in export(recipe.run.directory, tmp_path / "out")
+    assert "the base that the step has" in export(recipe.run.directory, tmp_path / "out")
     merged = models.from_pretrained(tmp_path / "out", torch.float64)
     export(recipe.run.directory, tmp_path / "adapter", form="adapter")
     name = "model.layers.0.self_attn.q_proj.weight"

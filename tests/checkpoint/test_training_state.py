@@ -191,7 +191,7 @@ def test_plain_state_of_a_shard_is_placed_like_its_parameter(tmp_path):
         assert torch.equal(optimizer.state[tensor]["kept"], expected[name])
 
 
-@pytest.mark.parametrize("shape, said", [("other", "cannot tell what part"), ("words", "dict 'kept'")])
+@pytest.mark.parametrize("shape, said", [("other", "cannot tell which part"), ("words", "dict 'kept'")])
 def test_state_that_no_checkpoint_can_hold_is_refused(tmp_path, shape, said):
     assert said in run_world(local_state, 2, tmp_path, shape)[0]
 

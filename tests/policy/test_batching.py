@@ -29,7 +29,7 @@ def test_fixed_ones_are_trimmed_and_ranks_without_rows_get_padding():
     assert num_trained_tokens(pieces[2]) == 0 and sum(map(num_trained_tokens, pieces)) == num_trained_tokens(batch)
     (piece,) = build_micro_batches(collate([]), [], 1, is_packed=False)
     assert piece["labels"].tolist() == [[IGNORE_INDEX]] and piece["seq_ids"].tolist() == [[-1]]
-    with pytest.raises(ValueError, match="2 micro-batches do not fit into 1"):
+    with pytest.raises(ValueError, match="the plan has 2 micro-batches, and only 1"):
         build_micro_batches(batch, [[0], [1]], 1, is_packed=False)
 
 

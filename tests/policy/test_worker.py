@@ -200,20 +200,20 @@ def refused(rank, recipe):
     parts = parts_of(rank, recipe, 1)
     worker = DTensorPolicyWorker(*parts)
     for call, message in (
-        (lambda: worker.train(data=nemo_batch(2), loss_fn=TokenLevel()), "train with TokenLevel: .* whole logits"),
+        (lambda: worker.train(data=nemo_batch(2), loss_fn=TokenLevel()), "train with TokenLevel: .* full logits"),
         (lambda: worker.score(data={}), "score: .* method=reward"),
         (lambda: worker.stream_weights_via_ipc_zmq(5), r"stream_weights_via_ipc_zmq: .*prepare_weights_for_ipc"),
         (worker.get_zmq_address, "get_zmq_address"),
         (worker.maybe_init_zmq, "maybe_init_zmq"),
         (worker.report_node_ip_and_gpu_id, "report_node_ip_and_gpu_id: .* Ray"),
-        (lambda: DTensorPolicyWorker({"model_name": "x"}, None), "takes dtrain's recipe"),
-        (lambda: DTensorPolicyWorker(config={"model_name": "x"}, tokenizer=None), "takes dtrain's recipe"),
+        (lambda: DTensorPolicyWorker({"model_name": "x"}, None), "needs a recipe of dtrain"),
+        (lambda: DTensorPolicyWorker(config={"model_name": "x"}, tokenizer=None), "needs a recipe of dtrain"),
         (lambda: DTensorPolicyWorker(*parts, processor=object()), "reads no config, tokenizer or processor"),
     ):
         with pytest.raises(NotImplementedError, match=message):
             call()
     recipe.train.steps, recipe.train.epochs = None, 1
-    with pytest.raises(ValueError, match="train.steps=null gives the schedule no length"):
+    with pytest.raises(ValueError, match="train.steps=null: the learning rate schedule needs"):
         DTensorPolicyWorker(*parts)
 
 

@@ -1,7 +1,7 @@
-"""Retention of a run's saves, its patience, and the disk space that its saves need.
+"""Which saves of a run are kept, when a run without progress ends, and the disk space that saves need.
 
-Retention decides which saves stay. Patience ends a run whose metric has not improved for too long. The disk space is
-the size of one save times the number that the retention keeps.
+`Retention` decides which saves are kept. `Patience` ends a run whose metric has not improved for too long. The disk
+space is the size of one save times the number of saves that exist at the same time.
 """
 
 import math
@@ -19,11 +19,13 @@ from dtrain.recipe.schema import Checkpoint
 
 @dataclass(frozen=True)
 class Retention:
-    """A save stays if any of the three asks for it; None asks for nothing, but `keep_last` None keeps all.
+    """Which saves are kept. A save is kept if at least one of the rules selects it.
 
-    keep_last   the newest so many
-    keep_every  the steps that this divides
-    keep_best   the step at which this field of the metrics was best: the lowest, or with `better=max` the highest value
+    Attributes:
+        keep_last: Keep the newest saves, this many. None keeps all saves, whatever the other rules say.
+        keep_every: Keep the steps that are a multiple of this.
+        keep_best: Keep the step with the best value of this field of the metrics.
+        better: `min` if lower values of `keep_best` are better, `max` if higher values are.
     """
 
     keep_last: int | None = None
@@ -31,48 +33,81 @@ class Retention:
     keep_best: str | None = None
     better: Callable[[Iterable[float]], float] = min
 
-    def steps_to_delete(self, measured: Mapping[int, Mapping[str, float]]) -> list[int]:
-        """The steps to delete, ascending, of those in `measured`: step → the metrics saved with it. Of equally good
-        steps the newest stays; a step whose field is missing or not finite is no candidate."""
+    def steps_to_delete(self, metrics: Mapping[int, Mapping[str, float]]) -> list[int]:
+        """Return the steps to delete, ascending.
+
+        Args:
+            metrics: The metrics that were saved with each step. A step whose field `keep_best` is missing or not finite
+                cannot be the best one. If several steps are equally good, the newest counts.
+
+        Example:
+            >>> losses = {10: 2.0, 20: 1.5, 30: 1.7, 40: 1.6}
+            >>> metrics = {step: {"val_loss": loss} for step, loss in losses.items()}
+            >>> Retention(keep_last=1, keep_best="val_loss").steps_to_delete(metrics)
+            [10, 30]
+        """
         if self.keep_last is None:
             return []
-        steps = sorted(measured)
+        steps = sorted(metrics)
         kept = set(steps[-self.keep_last :])
         if self.keep_every is not None:
             kept.update(step for step in steps if step % self.keep_every == 0)
-        fields = {step: measured[step].get(self.keep_best) for step in steps if self.keep_best is not None}
-        values = {step: value for step, value in fields.items() if value is not None and math.isfinite(value)}
-        if values:
-            best = self.better(values.values())
-            kept.add(max(step for step, value in values.items() if value == best))
+        if self.keep_best is not None:
+            values = {}
+            for step in steps:
+                value = metrics[step].get(self.keep_best)
+                if value is not None and math.isfinite(value):
+                    values[step] = value
+            if values:
+                best = self.better(values.values())
+                kept.add(max(step for step, value in values.items() if value == best))
         return [step for step in steps if step not in kept]
 
 
 @dataclass
 class Patience:
-    """Patience of a run without a better value of the field `name` of its metrics. most: measures in a row that are
-    not better than the best before them; None, for either, is for ever. values: those so far, in order."""
+    """Ends a run whose metric has not improved for too long.
+
+    Attributes:
+        name: Field of the metrics. None: never ends a run.
+        better: `min` if lower values are better, `max` if higher values are.
+        max_misses: Number of values in a row, none better than the best one before them, after which the run ends.
+            None: never ends a run.
+        values: The values so far, in order.
+
+    Example:
+        >>> patience = Patience("val_loss", min, max_misses=2)
+        >>> for value in (3.0, 2.0, 2.5, 2.1):
+        ...     patience.record({"val_loss": value})
+        >>> patience.is_exhausted
+        True
+    """
 
     name: str | None
     better: Callable[[Iterable[float]], float]
     max_misses: int | None
     values: list[float] = field(default_factory=list)
 
-    def record(self, measured: Mapping[str, float]) -> None:
-        """Take what was measured after a step; only what was measured anew."""
-        value = measured.get(self.name or "")
+    def record(self, metrics: Mapping[str, float]) -> None:
+        """Add a value from the metrics of a step. The metrics must contain only what was measured at this step."""
+        value = metrics.get(self.name or "")
         if value is not None and math.isfinite(value):
             self.values.append(value)
 
     def read_values(self, metrics_file: Path) -> list[float]:
-        """The values in a run's metrics.jsonl."""
+        """Read all values from a run's metrics.jsonl."""
         if not metrics_file.is_file():
             return []
-        rows = map(loads, split_lines(metrics_file.read_text(encoding="utf-8")))
-        return [row[self.name] for row in rows if self.name in row and math.isfinite(row[self.name])]
+        values = []
+        for line in split_lines(metrics_file.read_text(encoding="utf-8")):
+            row = loads(line)
+            if self.name in row and math.isfinite(row[self.name]):
+                values.append(row[self.name])
+        return values
 
     @property
     def is_exhausted(self) -> bool:
+        """Whether the last `max_misses` values were not better than the best one before them."""
         if self.max_misses is None or not self.values:
             return False
         best = self.values.index(self.better(self.values))
@@ -87,8 +122,8 @@ def save_bytes(tensors: Mapping[str, Tensor]) -> int:
     """
     total = 0
     for tensor in tensors.values():
-        piece = TensorShard.from_tensor(tensor)
-        total += piece.global_size.numel() * piece.local.element_size()
+        shard = TensorShard.from_tensor(tensor)
+        total += shard.global_size.numel() * shard.local.element_size()
     return total
 
 
@@ -103,7 +138,7 @@ def free_bytes(directory: Path) -> int:
 def format_bytes(size: int) -> str:
     """Format a number of bytes with its unit.
 
-    >>> shown_bytes(3 << 30), shown_bytes(1536), shown_bytes(12)
+    >>> format_bytes(3 << 30), format_bytes(1536), format_bytes(12)
     ('3.0 GiB', '1.5 KiB', '12 bytes')
     """
     for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
@@ -120,6 +155,10 @@ def max_concurrent_saves(retention: Retention, saves: int | None = None) -> int 
     Args:
         retention: Which saves are kept.
         saves: The number of saves that the run makes. None if it is not known.
+
+    Example:
+        >>> max_concurrent_saves(Retention(keep_last=2))
+        3
     """
     if retention.keep_last is None or retention.keep_every is not None:
         return saves
@@ -139,7 +178,7 @@ def planned_saves_line(size: int, keep: Checkpoint, steps: int | None, directory
         directory: The directory of the saves, which need not exist yet.
     """
     assert keep.every is not None, "the run saves nothing"
-    saves = None if steps is None else -(-steps // keep.every)
+    saves = None if steps is None else -(-steps // keep.every)  # rounded up: the last step is saved too
     line = space_line(size, Retention(keep.keep_last, keep.keep_every, keep.keep_best), saves)
     return f"{line}; {format_bytes(free_bytes(directory))} are free in {directory}"
 

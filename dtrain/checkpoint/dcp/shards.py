@@ -1,10 +1,19 @@
-"""Tensors of any placement in torch's distributed checkpoint (DCP), and DCP's metadata as JSON.
+"""Sharded tensors in torch's distributed checkpoint (DCP), and DCP's metadata as JSON.
 
-A `TensorShard` is what one rank holds of a tensor, with the tensor's size and the piece's place in it. torch's own
-path for
-DTensors takes the place from `compute_local_shape_and_global_offset`, which is wrong for some uneven FSDP×TP shards;
-here it comes from `parallel.placement`. DCP pickles its metadata and whatever is not a tensor: only pieces go through
-it, and their table is JSON:
+A `TensorShard` is one rank's part of a tensor: the local tensor, the global size, and the offsets. For example, a
+weight [6, 4] on two ranks:
+
+    rank 0: local [3, 4], offsets (0, 0)     -> writes rows 0 to 2 into __0_0.distcp
+    rank 1: local [3, 4], offsets (3, 0)     -> writes rows 3 to 5 into __1_0.distcp
+
+On another mesh, a rank whose shard has rows 2 to 4 reads one row of the first file and two of the second.
+
+Two things of DCP are replaced:
+
+- The offsets. torch computes those of a DTensor by `compute_local_shape_and_global_offset`, which is wrong for some
+  uneven FSDP × TP shards. Here they come from `parallel.placement`.
+- The metadata. DCP pickles its metadata and everything that is not a tensor, and unpickling a file may run code that is
+  in it. Here only tensors go through DCP, and the metadata is JSON:
 
     {"version": 1, "tensors": {name: {"dtype": "float32", "size": [6, 4],
         "chunks": [{"offsets": [0, 0], "sizes": [3, 4], "file": "__0_0.distcp", "start": 0, "length": 1234}, ...]}}}
@@ -49,9 +58,22 @@ _VERSION = 1
 
 
 class TensorShard(Tensor):
-    """A local tensor with its place in a global one. DCP's planners ask it for what it writes and reads; they ignore
-    any object but Tensors off rank 0. `size()` is the global size, which they compare with the checkpoint's; `local` is
-    the plain tensor, sharing storage with the one that it was made of."""
+    """This rank's part of a tensor, for DCP.
+
+    It is a subclass of Tensor because DCP's planners ignore all other objects on ranks other than 0. They call the
+    methods with double underscores to find out what to write and read.
+
+    Attributes:
+        local: This rank's part as a plain tensor. It shares storage with the original tensor.
+        global_size: Size of the full tensor, which `size()` returns too: planners compare it with the checkpoint's.
+        offsets: Index of the first element of `local` in the full tensor, one number per dimension.
+
+    Example:
+        >>> rows = torch.zeros(3, 4)
+        >>> shard = TensorShard.from_offsets(rows, global_size=(6, 4), offsets=(3, 0))
+        >>> shard.size(), shard.local.shape, shard.offsets
+        (torch.Size([6, 4]), torch.Size([3, 4]), torch.Size([3, 0]))
+    """
 
     local: Tensor
     global_size: torch.Size
@@ -59,39 +81,56 @@ class TensorShard(Tensor):
 
     @classmethod
     def from_offsets(cls, local: Tensor, global_size: tuple[int, ...], offsets: tuple[int, ...]) -> "TensorShard":
-        """`local` [sizes], which lies at `offsets` of a tensor [global_size]. No collective, no copy."""
-        piece = local.detach().as_subclass(cls)
-        piece.local = local.detach()
-        piece.global_size = torch.Size(global_size)
-        piece.offsets = torch.Size(offsets)
-        return piece
+        """Return the shard of a tensor [global_size] that begins at `offsets`. No collective, no copy."""
+        shard = local.detach().as_subclass(cls)
+        shard.local = local.detach()
+        shard.global_size = torch.Size(global_size)
+        shard.offsets = torch.Size(offsets)
+        return shard
 
     @classmethod
     def from_tensor(cls, tensor: Tensor) -> "TensorShard":
-        """Return what this rank holds, [its sizes], of `tensor` (plain, DTensor or a Piece). No collective, no copy.
-        Ranks that hold the same piece (replicas, plain tensors) write it once."""
+        """Return this rank's shard of a tensor. No collective, no copy.
+
+        Ranks that have the same shard (replicas, plain tensors) write it once.
+
+        Args:
+            tensor: A plain tensor, a DTensor, or a `TensorShard`, which is returned as it is.
+        """
         if isinstance(tensor, TensorShard):
             return tensor
-        offsets = tuple(piece.start for piece in local_slices(tensor))
+        offsets = tuple(part.start for part in local_slices(tensor))
         return cls.from_offsets(local_tensor(tensor), tuple(tensor.shape), offsets)
 
     def size(self, dim: int | None = None):
         return self.global_size if dim is None else self.global_size[dim]
 
     def __create_write_items__(self, fqn: str, _) -> list[WriteItem]:
-        index, properties = MetadataIndex(fqn, self.offsets), TensorProperties(dtype=self.local.dtype)
-        data = [TensorWriteData(chunk, properties, self.global_size) for chunk in self.__create_chunk_list__()]
-        return [WriteItem(index, WriteItemType.SHARD, tensor_data=shard_data) for shard_data in data]
+        index = MetadataIndex(fqn, self.offsets)
+        properties = TensorProperties(dtype=self.local.dtype)
+        items = []
+        for chunk in self.__create_chunk_list__():
+            data = TensorWriteData(chunk, properties, self.global_size)
+            items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
+        return items
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(self.offsets, self.local.shape)] if self.local.numel() else []
+        """Return the one chunk of this rank; none for an empty shard."""
+        if not self.local.numel():
+            return []
+        return [ChunkStorageMetadata(self.offsets, self.local.shape)]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         return self.local
 
 
-class _CountedFiles(FileSystem):
-    """torch's file system, noting name, size and checksum of every file written through it."""
+class _RecordingFileSystem(FileSystem):
+    """torch's file system, which records name, size and checksum of every file that is written through it.
+
+    Attributes:
+        records: Size and checksum by file name.
+        failure: The error of the disk, if there was one.
+    """
 
     def __init__(self):
         self.records: dict[str, FileRecord] = {}
@@ -112,54 +151,78 @@ class _CountedFiles(FileSystem):
 
 
 class ShardWriter(FileSystemWriter):
-    """Writes pieces, one synced file per rank, into `directory`. After the save, `records` holds this rank's files with
-    size and checksum; `table`, on the coordinator, the JSON text that finds the pieces again, for the caller to write.
+    """DCP's writer of one synced file per rank, whose metadata becomes JSON.
+
+    Args:
+        directory: Directory of the files.
+
+    Attributes:
+        records: After the save, size and checksum of this rank's files by name.
+        table: After the save, on the coordinator: the JSON text that `read_table` reads. The caller writes it.
     """
 
-    fs: _CountedFiles
+    fs: _RecordingFileSystem
     table: str
 
     def __init__(self, directory: Path):
         super().__init__(directory, single_file_per_rank=True, sync_files=True, overwrite=False)
-        self.fs = _CountedFiles()
+        self.fs = _RecordingFileSystem()
         self.records = self.fs.records
 
     def write_data(self, plan: SavePlan, planner: SavePlanner):
         try:
             return super().write_data(plan, planner)
         except RuntimeError as error:
+            # torch's zip writer replaces "no space left on device" by an error that says nothing.
             raise self.fs.failure or error from error
 
     def finish(self, metadata: Metadata, results: list) -> None:
-        places = {result.index: result.storage_data for written in results for result in written}
+        """Set `table`, where torch would pickle the metadata into a file."""
+        locations = {}
+        for rank_results in results:
+            for result in rank_results:
+                locations[result.index] = result.storage_data
         tensors = {}
         for name, stored in metadata.state_dict_metadata.items():
             if not isinstance(stored, TensorStorageMetadata):
-                raise TypeError(f"{name} is no tensor")
+                raise TypeError(f"{name} is not a tensor")
             chunks = []
             for chunk in stored.chunks:
-                place = places[MetadataIndex(name, chunk.offsets)]
-                at = {"file": place.relative_path, "start": place.offset, "length": place.length}
-                chunks.append({"offsets": list(chunk.offsets), "sizes": list(chunk.sizes), **at})
+                location = locations[MetadataIndex(name, chunk.offsets)]
+                chunks.append(
+                    {
+                        "offsets": list(chunk.offsets),
+                        "sizes": list(chunk.sizes),
+                        "file": location.relative_path,
+                        "start": location.offset,
+                        "length": location.length,
+                    }
+                )
             dtype = str(stored.properties.dtype).removeprefix("torch.")
             tensors[name] = {"dtype": dtype, "size": list(stored.size), "chunks": chunks}
         self.table = json.dumps({"version": _VERSION, "tensors": tensors})
 
 
 class ShardReader(FileSystemReader):
-    """Reads pieces from `directory` by a table that `read_table` has checked."""
+    """DCP's reader, which takes its metadata from a table instead of a pickle.
+
+    Args:
+        directory: Directory of the files.
+        table: Their table, as `read_table` returns it.
+    """
 
     def __init__(self, directory: Path, table: "TensorTable"):
         super().__init__(directory)
         self._table = table
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return Metadata(dict(self._table.tensors), storage_data=self._table.places, storage_meta=StorageMeta())
+        return Metadata(dict(self._table.tensors), storage_data=self._table.locations, storage_meta=StorageMeta())
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner):
         try:
             return super().read_data(plan, planner)
-        except (AssertionError, RuntimeError) as error:  # torch.load's words for a crafted archive
+        except (AssertionError, RuntimeError) as error:
+            # torch.load has no error class for a damaged archive. Its messages contain the name of its reader.
             if isinstance(error, RuntimeError) and "PytorchStreamReader" not in str(error):
                 raise
             reason = str(error).splitlines()[0]
@@ -168,7 +231,14 @@ class ShardReader(FileSystemReader):
 
 @dataclass(frozen=True)
 class ChunkLocation:
-    """The place of a chunk, in the words of torch's reader: bytes of a file, not transformed."""
+    """Bytes of a chunk in a file. The fields have the names that torch's reader expects.
+
+    Attributes:
+        relative_path: Name of the file.
+        offset: First byte.
+        length: Number of bytes.
+        transform_descriptors: Always None: nothing is compressed.
+    """
 
     relative_path: str
     offset: int
@@ -178,64 +248,87 @@ class ChunkLocation:
 
 @dataclass(frozen=True)
 class TensorTable:
-    """The tensors of a checkpoint by name, and where their chunks lie."""
+    """The tensors of a checkpoint, and where their chunks are stored.
+
+    Attributes:
+        tensors: Size, dtype and chunks of each tensor, by name.
+        locations: The bytes of each chunk, by the tensor's name and the chunk's offsets.
+    """
 
     tensors: dict[str, TensorStorageMetadata]
-    places: dict[MetadataIndex, ChunkLocation]
+    locations: dict[MetadataIndex, ChunkLocation]
 
     @property
     def sizes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of each tensor, by name."""
         return {name: (tuple(entry.size), entry.properties.dtype) for name, entry in self.tensors.items()}
 
 
 def read_full_tensor(directory: Path, table: TensorTable, name: str) -> Tensor:
-    """A tensor of `directory`, [its whole size], from chunks that were seen written, in any thread. No collective."""
+    """Read a tensor of any shape without DCP, in any thread. No collective.
+
+    Args:
+        directory: Directory of the files, which this process has seen complete.
+        table: Their table.
+        name: Name of the tensor.
+    """
     stored = table.tensors[name]
-    whole = torch.empty(stored.size, dtype=stored.properties.dtype)
+    tensor = torch.empty(stored.size, dtype=stored.properties.dtype)
     for chunk in stored.chunks:
-        place = table.places[MetadataIndex(name, chunk.offsets)]
-        with (directory / place.relative_path).open("rb") as stream:
-            stream.seek(place.offset)
-            part = torch.load(io.BytesIO(stream.read(place.length)), map_location="cpu", weights_only=True)
-        whole[tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))] = part
-    return whole
+        location = table.locations[MetadataIndex(name, chunk.offsets)]
+        with (directory / location.relative_path).open("rb") as stream:
+            stream.seek(location.offset)
+            content = io.BytesIO(stream.read(location.length))
+        part = torch.load(content, map_location="cpu", weights_only=True)
+        bounds = zip(chunk.offsets, chunk.sizes, strict=True)
+        tensor[tuple(slice(offset, offset + size) for offset, size in bounds)] = part
+    return tensor
 
 
 def read_table(path: Path, text: bytes) -> TensorTable:
-    """The table in the JSON `text` of `path`. One that a whole save cannot have written (a hole or an overlap between
-    chunks, a chunk out of bounds, a file outside the checkpoint, an unknown dtype) is a UserError naming `path`."""
+    """Read and check a table of tensors.
+
+    Args:
+        path: The file of the table, for messages.
+        text: Its JSON text.
+
+    Raises:
+        UserError: For a table that no save can have written: with a hole or an overlap between chunks, a chunk out of
+            bounds, a file outside of the checkpoint, or an unknown dtype.
+    """
     table = TensorTable({}, {})
     try:
         content = loads(text)
         if content["version"] != _VERSION:
             raise UserError(f"{path}: written in format {content['version']!r}, this dtrain reads format {_VERSION}")
         for name, entry in content["tensors"].items():
-            table.tensors[name] = _stored_tensor(entry, name, table.places)
+            table.tensors[name] = _read_entry(entry, name, table.locations)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path}: damaged, or not written by dtrain ({type(error).__name__}: {error})") from error
     return table
 
 
-def _stored_tensor(entry: dict, name: str, places: dict[MetadataIndex, ChunkLocation]) -> TensorStorageMetadata:
+def _read_entry(entry: dict, name: str, locations: dict[MetadataIndex, ChunkLocation]) -> TensorStorageMetadata:
+    """Read the entry of one tensor, and add its chunks to `locations`. Raises ValueError, KeyError or TypeError."""
     dtype = getattr(torch, entry["dtype"])
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name}: dtype {entry['dtype']!r}")
-    size = _naturals(entry["size"])
+    size = _read_sizes(entry["size"])
     chunks = []
     for chunk in entry["chunks"]:
-        offsets, sizes = _naturals(chunk["offsets"]), _naturals(chunk["sizes"])
-        start, length = _naturals([chunk["start"], chunk["length"]])
-        bounds = zip(offsets, sizes, size, strict=True)
-        if any(offset + extent > whole for offset, extent, whole in bounds):
-            raise ValueError(f"{name}: a chunk at {list(offsets)} of {list(sizes)} leaves {list(size)}")
+        offsets, sizes = _read_sizes(chunk["offsets"]), _read_sizes(chunk["sizes"])
+        start, length = _read_sizes([chunk["start"], chunk["length"]])
+        for offset, extent, dim_size in zip(offsets, sizes, size, strict=True):
+            if offset + extent > dim_size:
+                raise ValueError(f"{name}: a chunk at {list(offsets)} of {list(sizes)} leaves {list(size)}")
         if Path(chunk["file"]).name != chunk["file"]:
             raise ValueError(f"{name}: file {chunk['file']!r} lies outside the checkpoint")
         if length < math.prod(sizes) * dtype.itemsize:
             raise ValueError(f"{name}: {length} bytes cannot hold a chunk of {list(sizes)}")
         index = MetadataIndex(name, offsets)
-        if index in places:
+        if index in locations:
             raise ValueError(f"{name}: two chunks at {list(offsets)}")
-        places[index] = ChunkLocation(chunk["file"], start, length)
+        locations[index] = ChunkLocation(chunk["file"], start, length)
         chunks.append(ChunkStorageMetadata(offsets=offsets, sizes=sizes))
     # The chunks of a save never overlap, so the right volume leaves no hole.
     if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(size):
@@ -243,7 +336,8 @@ def _stored_tensor(entry: dict, name: str, places: dict[MetadataIndex, ChunkLoca
     return TensorStorageMetadata(properties=TensorProperties(dtype=dtype), size=size, chunks=chunks)
 
 
-def _naturals(values: list) -> torch.Size:
+def _read_sizes(values: list) -> torch.Size:
+    """Return natural numbers below 2^63 as a size. Raises ValueError for anything else."""
     if not all(type(value) is int and 0 <= value < 2**63 for value in values):
         raise ValueError(f"{values} are no sizes")
     return torch.Size(values)

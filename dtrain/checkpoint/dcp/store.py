@@ -1,20 +1,39 @@
-"""The checkpoints of one run: `step-N` directories, each whole or absent.
+"""The checkpoints of one run: `step-N` directories, each complete or absent.
 
-    step-100/
-      __0_0.distcp ...   tensors, one file per rank (torch's distributed checkpoint)
-      tensors.json       where each tensor's chunks lie (see `pieces`)
-      state.json         everything that is not a tensor and the same for all ranks
-      rank-0.json ...    what a rank keeps for itself (random number generators)
-      adapter/           of a run that trains one, in PEFT's layout
+    checkpoints/step-100/
+      __0_0.distcp ...   tensors, one file per rank (torch's distributed checkpoint, DCP)
+      tensors.json       where each tensor's shards are stored (see `shards`)
+      state.json         everything that is not a tensor and is the same for all ranks
+      rank-0.json ...    what each rank has for itself (random number generators)
+      adapter/           in runs that train an adapter: a copy in PEFT's layout
       manifest.json      size and checksum of every other file, and its own checksum; written last
 
-A save goes to `.partial-step-N`, is synced by every rank, and gets its name in one rename; readers look at no other
-name. What killed saves leave is deleted by the next save or `clean`, which the run's lock makes safe.
+How a save of step 100 on two ranks becomes visible:
 
-A run may begin from a step of another run (`Origin`). The step is chosen once and identified by its content:
-`began.json` in the run's directory, and the state of each of its saves, keep one record for `checkpoint.resume` and one
-for `checkpoint.init_from`. If the other run trains on, its path may mean a later step, and the record still means the
-first.
+    1. rank 0      creates .partial-step-100
+    2. every rank  writes and syncs its tensors and its rank-N.json there
+    3. rank 0      waits until it sees the files of all ranks, then writes adapter/, tensors.json, state.json
+    4. rank 0      writes manifest.json, and renames .partial-step-100 to step-100
+
+Readers look only at `step-N`, so a run that is killed at any moment leaves either the complete step or none. What it
+leaves of `.partial-step-100` is deleted by the next save. This is safe because the run's lock allows only one writer.
+
+How a run resumes on four ranks:
+
+    store, step = locate_step("runs/my")              # the newest complete step: (store, 100)
+    state = store.read_state(step)                    # state.json
+    restore_optimizer(model, optimizer, state[...])   # allocates the optimizer's tensors (`training_state`)
+    store.load(step, training_tensors(model, optimizer))
+    rank_state, copy = store.read_rank_state(step)    # ranks 0 and 1 get their own, copy 0
+                                                      # ranks 2 and 3 get those of ranks 0 and 1, copy 1
+
+`load` first compares every file with its checksum, then names, shapes and dtypes with those of the run. Only if
+everything fits, it changes a tensor.
+
+A run may begin from a step of another run (`Origin`). The step is chosen once, and identified by its content.
+`began.json` in the run's directory and the state of each of its saves contain one record for `checkpoint.resume` and
+one for `checkpoint.init_from`. If the other run trains on, its path would mean a later step, but the record still means
+the first one.
 """
 
 import json
@@ -30,7 +49,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial as bound
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -58,63 +77,129 @@ TABLE = "tensors.json"
 _FORMAT = 1
 _STEP = re.compile(r"step-(0|[1-9]\d*)")
 _LEFTOVERS = re.compile(r"\.(partial|discarded)-step-\d+")
-_INSIDE = re.compile(r"(adapter/)?(?!\.\.?$)[^/]*")  # a file of a step, or of its folder
-SEEN_SECONDS = 5.0  # for what one host has written to be seen by another
+_FILE_NAME = re.compile(r"(adapter/)?(?!\.\.?$)[^/]*")  # names that a manifest may list, none outside of the step
+
+SEEN_SECONDS = 5.0
+"""How long rank 0 waits until it sees the files of another host on a shared file system."""
 
 TensorSpecs = dict[str, tuple[tuple[int, ...], torch.dtype]]
-ExtraFilesWriter = Callable[[Path, TensorSpecs, Callable[[str], Tensor]], Mapping[str, FileRecord]]
-"""What rank 0 writes into a step's directory, from the tensors that the step holds: given the directory, their sizes
-and dtypes by name, and a function that reads one, it returns the records of its files, by their names there."""
+"""Shape and dtype of tensors, by name."""
 
-# What torch.load raises for a file that torch.save did not write, beside what the file system does.
+ExtraFilesWriter = Callable[[Path, TensorSpecs, Callable[[str], Tensor]], Mapping[str, FileRecord]]
+"""`write(directory, specs, read) -> records`: writes further files into the directory of a step, on rank 0.
+
+`specs` lists the tensors of the step, and `read(name)` returns one of them, unsharded. The result has the size and
+checksum of each file that was written, by its name in the directory.
+"""
+
+# Exceptions of torch.load for a file that torch.save did not write, and those of the file system.
 _FILE_ERRORS = (OSError, UserError, EOFError, pickle.UnpicklingError)
 
 
 class DamagedCheckpointError(UserError):
-    """A file of a published step is missing, or not as it was saved."""
+    """A file of a published step is missing, or is not as it was saved."""
+
+
+class RankState(NamedTuple):
+    """State that a rank saved for itself.
+
+    Attributes:
+        state: The state, or None if the step has none.
+        copy: Number of the copy: 0 for the first rank that gets this state.
+    """
+
+    state: dict[str, Any] | None
+    copy: int
 
 
 class CheckpointStore:
-    """The steps saved in `directory`. Every rank of `ranks` (default: all) holds a store of the same directory. Methods
-    marked collective are called by all of them, with the same arguments but for the tensors' own shards. Their errors
-    are UserErrors naming the file, raised on every rank."""
+    """The steps that are saved in a directory.
+
+    Every rank creates a store of the same directory. All ranks call the methods that have collectives, with the same
+    arguments except for their own shards of tensors. Errors are UserErrors that name the file, raised on every rank.
+
+    Args:
+        directory: The directory, usually `checkpoints/` of a run. It need not exist.
+        ranks: The ranks that save and load together. None: all ranks.
+
+    Attributes:
+        directory: The directory.
+        ranks: The ranks.
+    """
 
     def __init__(self, directory: str | Path, ranks: Ranks | None = None):
         self.directory = Path(directory)
         self.ranks = ranks or Ranks()
 
     def path(self, step: int) -> Path:
+        """Return the directory of a step.
+
+        >>> CheckpointStore("runs/my/checkpoints", Ranks(single_process=True)).path(100).name
+        'step-100'
+        """
         return self.directory / f"step-{step}"
 
     def steps(self) -> list[int]:
-        """The steps that are whole, ascending, as this rank's file system shows them. No collective."""
+        """Return the complete steps, ascending, as this rank's file system shows them. No collective."""
         return [step for step in self.published_steps() if not self.check_files(step)]
 
+    def published_steps(self) -> list[int]:
+        """Return all steps that have their final name, ascending, also those damaged since. No collective."""
+        if not self.directory.is_dir():
+            return []
+        steps = []
+        for entry in self.directory.iterdir():
+            step = step_of(entry) if entry.is_dir() else None
+            if step is not None:
+                steps.append(step)
+        return sorted(steps)
+
     def check_files(self, step: int) -> list[str]:
-        """Return what a look at the manifest and the file sizes finds wrong with a step, without reading the data.
-        UserError for a manifest that is of another version of dtrain, or that the system does not let us read."""
+        """Check the manifest of a step, and the sizes of its files. Their content is not read. No collective.
+
+        Returns:
+            The errors; empty for a complete step.
+
+        Raises:
+            UserError: If the manifest is of an incompatible version of dtrain, or cannot be read for another reason
+                than damage.
+        """
         try:
             manifest = self._manifest(step)
-        except DamagedCheckpointError as error:
-            return [str(error)]
-        return [fault for name, record in manifest["files"].items() if (fault := self._misfit(step, name, record))]
+        except DamagedCheckpointError as damage:
+            return [str(damage)]
+        errors: list[str] = []
+        for name, record in manifest["files"].items():
+            error = self._size_error(step, name, record)
+            if error is not None:
+                errors.append(error)
+        return errors
 
     def check_contents(self, step: int) -> list[str]:
-        """Return what reading every file against its checksum finds wrong with a step; the files are shared out over
-        the ranks, which all get the whole list. Collective."""
+        """Compare every file of a step with its checksum. The ranks divide the files among themselves.
 
-        def examine() -> list[str]:
-            faults = self.check_files(step)
-            return faults or self._wrong_checksums(step, self._share(step))
+        Returns:
+            The errors of all ranks; empty for an undamaged step.
 
-        return list(dict.fromkeys(fault for faults in self.ranks.gather_results(examine) for fault in faults))
+        Collectives:
+            One all-gather of objects.
+        """
+
+        def check_on_this_rank() -> list[str]:
+            errors = self.check_files(step)
+            return errors or self._checksum_errors(step, self._files_of_this_rank(step))
+
+        unique: dict[str, None] = {}  # a set in order of appearance
+        for errors in self.ranks.gather_results(check_on_this_rank):
+            unique.update(dict.fromkeys(errors))
+        return list(unique)
 
     def latest(self) -> int | None:
-        """The newest whole step, as rank 0 sees it. Collective."""
+        """Return the newest complete step as rank 0 sees it, or None. One broadcast of an object."""
         return self.ranks.run_on_first(lambda: max(self.steps(), default=None))
 
     def clean(self) -> None:
-        """Delete what killed saves and deletions left. Acts on rank 0 alone; only the holder of the run may call it."""
+        """Delete what killed saves and deletions have left, on rank 0. The caller must have the lock of the run."""
         if self.ranks.is_first and self.directory.is_dir():
             for entry in list(self.directory.iterdir()):
                 if _LEFTOVERS.fullmatch(entry.name):
@@ -128,15 +213,29 @@ class CheckpointStore:
         rank_state: Mapping[str, Any] | None = None,
         write_extra_files: ExtraFilesWriter | None = None,
     ) -> Path:
-        """Save a step and publish it; returns its directory. Collective.
+        """Save a step and publish it. The module's docstring shows the order of the writes.
 
-        tensors: [any shape], plain (the same on every rank), DTensors or Pieces, under the same names on every rank.
-        state: JSON, rank 0's is kept; rank_state: JSON, each rank's is kept. Tuples come back as lists. beside: makes
-        more files of what all ranks have written. UserError where the step is already there (it is never written
-        again), and for a full disk and the like; then nothing of this save remains and the steps before it stand."""
-        pieces = {name: TensorShard.from_tensor(tensor) for name, tensor in tensors.items()}
-        state_text, own_text = json.dumps(state), json.dumps(rank_state)
-        own_file = f"rank-{self.ranks.rank}.json"
+        Args:
+            step: Number of the step. A step that exists is never overwritten.
+            tensors: Tensors of any shape: plain (the same on every rank), DTensors or `TensorShard`s, under the same
+                names on every rank.
+            state: JSON. That of rank 0 is saved. Tuples come back as lists.
+            rank_state: JSON of each rank.
+            write_extra_files: Writes further files into the step on rank 0, after all ranks have written theirs.
+
+        Returns:
+            The directory of the step.
+
+        Raises:
+            UserError: If the step exists, for a full disk and the like. Then nothing of this save remains, and earlier
+                steps are untouched.
+
+        Collectives:
+            Those of DCP's `save`, one all-gather and two or three broadcasts of objects.
+        """
+        shards = {name: TensorShard.from_tensor(tensor) for name, tensor in tensors.items()}
+        state_text, rank_state_text = json.dumps(state), json.dumps(rank_state)
+        rank_file = f"rank-{self.ranks.rank}.json"
         final, partial = self.path(step), self.directory / f".partial-step-{step}"
 
         def begin() -> None:
@@ -145,56 +244,63 @@ class CheckpointStore:
             self.clean()
             partial.mkdir(parents=True)
 
-        def written() -> dict[str, FileRecord]:
-            own = {} if rank_state is None else {own_file: write_synced(partial / own_file, own_text)}
-            return writer.records | own
+        def records_of_this_rank() -> dict[str, FileRecord]:
+            records = dict(writer.records)
+            if rank_state is not None:
+                records[rank_file] = write_synced(partial / rank_file, rank_state_text)
+            return records
 
         self.ranks.run_on_first(begin)
         try:
             writer = ShardWriter(partial)
             planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-            self._dcp("saved", final, dcp.save, pieces, storage_writer=writer, planner=planner)
-            files = {name: record for of_rank in self.ranks.gather_results(written) for name, record in of_rank.items()}
+            self._call_dcp("saved", final, dcp.save, shards, storage_writer=writer, planner=planner)
+            files: dict[str, FileRecord] = {}
+            for records in self.ranks.gather_results(records_of_this_rank):
+                files.update(records)
             self.ranks.run_on_first(
                 lambda: self._publish(step, partial, writer.table, state_text, files, write_extra_files)
             )
-        except UserError as error:  # on every rank
-            room = self.ranks.run_on_first(lambda: self._after_failure(partial, save_bytes(pieces)))
-            raise UserError(f"{error}\n{room}") from error
+        except UserError as error:  # raised on every rank
+            space = self.ranks.run_on_first(lambda: self._discard_failed_save(partial, save_bytes(shards)))
+            raise UserError(f"{error}\n{space}") from error
         return final
 
-    def _after_failure(self, partial: Path, size: int) -> str:
-        """Delete what a failed save of `size` bytes has written, and return the end of its message. No collective."""
+    def _discard_failed_save(self, partial: Path, size: int) -> str:
+        """Delete what a failed save of `size` bytes has written, and return the end of its error. No collective."""
         shutil.rmtree(partial, ignore_errors=True)
         last = max(self.steps(), default=None)
         saved = "there is no complete step yet" if last is None else f"the last complete step is {self.path(last)}"
         free = free_bytes(self.directory)
-        short = "; make room, or set run.dir to another disk" if free < size else ""
-        return f"A save takes {format_bytes(size)}, and {format_bytes(free)} are free there{short}; {saved}"
+        advice = "; make room, or set run.dir to another disk" if free < size else ""
+        return f"A save takes {format_bytes(size)}, and {format_bytes(free)} are free there{advice}; {saved}"
 
     def read_state(self, step: int) -> dict[str, Any]:
-        """The `state` of a step; no tensor is read. No collective."""
+        """Read the `state` of a step, but no tensor. No collective."""
         self._verify(step, [STATE])
-        return _read_own_json(self.path(step) / STATE)
+        return _read_json(self.path(step) / STATE)
 
-    def read_rank_state(self, step: int) -> tuple[dict[str, Any] | None, int]:
-        """A `rank_state` for this rank, and which copy of it this is: rank r gets that of rank r % saved, copy
-        r // saved. None where the step keeps none. No collective."""
+    def read_rank_state(self, step: int) -> RankState:
+        """Read the state that a rank saved for itself. No collective.
+
+        If the step was saved on fewer ranks, rank r gets the state of rank r % saved, as copy number r // saved. For
+        example, of 2 saved states rank 3 gets that of rank 1, copy 1.
+        """
         manifest = self._manifest(step)
-        saved = manifest["world_size"]
-        name = f"rank-{self.ranks.rank % saved}.json"
+        num_saved = manifest["world_size"]
+        name = f"rank-{self.ranks.rank % num_saved}.json"
         if name not in manifest["files"]:
-            return None, 0
+            return RankState(None, 0)
         self._verify(step, [name])
-        return _read_own_json(self.path(step) / name), self.ranks.rank // saved
+        return RankState(_read_json(self.path(step) / name), self.ranks.rank // num_saved)
 
     def identity(self, step: int) -> str:
-        """A digest of what the tensors of a step hold, by the checksums of their files. No collective."""
+        """Return a digest of the content of a step's tensors, from the checksums of their files. No collective."""
         files = self._manifest(step)["files"]
         return digest({name: record for name, record in files.items() if name == TABLE or name.endswith(".distcp")})
 
     def tensor_specs(self, step: int) -> TensorSpecs:
-        """Size and dtype of every tensor of a step, by name. No collective."""
+        """Return shape and dtype of every tensor of a step, by name. No collective."""
         return self._table(step).sizes
 
     def load(
@@ -206,53 +312,73 @@ class CheckpointStore:
         verified: bool = False,
         cast: Collection[str] = (),
     ) -> dict[str, Any]:
-        """Fill `tensors` [any shape] in place from a step, saved on whatever mesh; returns its `state`. Collective.
+        """Fill tensors in place from a step that was saved on any mesh.
 
-        Every file's checksum is verified first, the files shared out over the ranks. Names that are on one side alone,
-        other sizes and other dtypes are one UserError that lists them; then nothing has been written to `tensors`.
-        allow_extra: names that the step holds beyond `tensors` are no error. verified: `check_contents` has just
-        found none, so that
-        the checksums need not be taken again. cast: names of tensors that keep their dtype, whatever the step has."""
+        Args:
+            step: Number of the step.
+            tensors: Tensors of any shape, by their names in the checkpoint: plain, DTensors or `TensorShard`s.
+            allow_extra: Whether the step may have tensors that are not in `tensors`.
+            verified: Whether `check_contents` has just found no error, so that checksums are not compared again.
+            cast: Names of tensors whose dtype may differ from the saved one. They keep theirs.
 
-        def examine() -> tuple[dict[str, TensorShard], TensorTable]:
+        Returns:
+            The `state` of the step.
+
+        Raises:
+            UserError: For damaged files. One error that lists all names on one side only, all other shapes and other
+                dtypes. Then no tensor has been changed.
+
+        Collectives:
+            One all-gather of objects, and those of DCP's `load`. The ranks divide the comparison of checksums.
+        """
+
+        def check() -> tuple[dict[str, TensorShard], TensorTable]:
             if not verified:
-                self._verify(step, self._share(step))
+                self._verify(step, self._files_of_this_rank(step))
             table = self._table(step)
-            return self._fitting(step, table, tensors, allow_extra, cast), table
+            return self._matching_shards(step, table, tensors, allow_extra, cast), table
 
-        self._read(step, *self.ranks.run_on_all(examine))
+        shards, table = self.ranks.run_on_all(check)
+        self._read(step, shards, table)
         return self.read_state(step)
 
     def check_fit(self, step: int, tensors: Mapping[str, Tensor], cast: Collection[str]) -> None:
-        """Raise UserError where `load` with allow_extra=True would, for its names, sizes and dtypes; reads no tensor,
-        so that
-        `tensors`, [any shape], may be on meta. No collective."""
-        self._fitting(step, self._table(step), tensors, True, cast)
+        """Raise UserError if `load` with `allow_extra` would, for names, shapes and dtypes. No collective.
+
+        No tensor is read, so `tensors` may be on the meta device. Arguments are those of `load`.
+        """
+        self._matching_shards(step, self._table(step), tensors, True, cast)
 
     def open_step(self, step: int) -> Callable[[Mapping[str, Tensor]], None]:
-        """Verify every file of a step, on one process alone, and return a function that fills some of its tensors, [any
-        shape], in place, as often as it is called; where memory is short, one tensor at a time."""
+        """Verify every file of a step in one process.
+
+        Returns:
+            A function that fills some of the step's tensors in place. It may be called several times, for one tensor at
+            a time if memory is short.
+        """
         self._verify(step, sorted(self._manifest(step)["files"]))
         table = self._table(step)
-        return lambda tensors: self._read(step, self._fitting(step, table, tensors, allow_extra=True), table)
+
+        def fill(tensors: Mapping[str, Tensor]) -> None:
+            self._read(step, self._matching_shards(step, table, tensors, allow_extra=True), table)
+
+        return fill
 
     def prune(self, retention: Retention) -> None:
-        """Delete the whole steps that `retention` drops, by the metrics in their state; rank 0 alone, no collective."""
+        """Delete the complete steps that `retention` does not keep, by the metrics in their state.
+
+        Only rank 0 does so. No collective.
+        """
         if retention.keep_last is None or not self.ranks.is_first:
             return
-        measured: dict[int, dict[str, float]] = {step: {} for step in self.steps()}
-        for step in measured if retention.keep_best else ():
-            with suppress(DamagedCheckpointError):  # a state that no longer reads is for a resume to tell of
-                measured[step] = self.read_state(step).get("metrics", {})
-        for step in retention.steps_to_delete(measured):
+        metrics: dict[int, dict[str, float]] = {step: {} for step in self.steps()}
+        if retention.keep_best:
+            for step in metrics:
+                with suppress(DamagedCheckpointError):  # reported by a resume
+                    metrics[step] = self.read_state(step).get("metrics", {})
+        for step in retention.steps_to_delete(metrics):
+            # Renamed first: a deletion that is killed leaves no half of a step.
             shutil.rmtree(set_aside(self.path(step)))
-
-    def published_steps(self) -> list[int]:
-        """The steps that have their name, whole or damaged since, ascending. No collective."""
-        if not self.directory.is_dir():
-            return []
-        steps = (step_of(entry) for entry in self.directory.iterdir() if entry.is_dir())
-        return sorted(step for step in steps if step is not None)
 
     def _publish(
         self,
@@ -263,33 +389,39 @@ class CheckpointStore:
         files: dict[str, FileRecord],
         write_extra_files: ExtraFilesWriter | None,
     ) -> None:
-        self._refuse_apart(partial, files)
+        """Write the files of rank 0, the manifest last, and rename the directory. See the module's docstring."""
+        self._wait_for_files(partial, files)
         if write_extra_files is not None:
-            held = read_table(partial / TABLE, table.encode())
-            files |= write_extra_files(partial, held.sizes, bound(read_full_tensor, partial, held))
+            tensors = read_table(partial / TABLE, table.encode())
+            read = bound(read_full_tensor, partial, tensors)
+            files |= write_extra_files(partial, tensors.sizes, read)
         files[TABLE] = write_synced(partial / TABLE, table)
         files[STATE] = write_synced(partial / STATE, state)
         content = {"format": _FORMAT, "step": step, "world_size": self.ranks.size, "files": files}
         write_synced(partial / MANIFEST, json.dumps({"crc32": _text_checksum(content), "content": content}, indent=1))
         publish(partial, self.path(step))
 
-    def _refuse_apart(self, partial: Path, files: Mapping[str, FileRecord]) -> None:
-        """Raise UserError where what other ranks wrote is not here: their hosts have another directory there."""
-        until = time.monotonic() + SEEN_SECONDS
+    def _wait_for_files(self, partial: Path, files: Mapping[str, FileRecord]) -> None:
+        """Wait until this host sees the files of all ranks.
+
+        Raises UserError after `SEEN_SECONDS`: then `run.dir` is another directory on another host.
+        """
+        deadline = time.monotonic() + SEEN_SECONDS
         for name, record in files.items():
             path = partial / name
             while not path.is_file() or path.stat().st_size != record["bytes"]:
-                if time.monotonic() > until:
+                if time.monotonic() > deadline:
                     raise UserError(
-                        f"{path}: a rank has written it, and on {socket.gethostname()}, where the step is put "
-                        "together, it is not there as it was written: all hosts must share run.dir, under the same path"
+                        f"{path}: a rank has written this file, but {socket.gethostname()}, which completes the step, "
+                        "does not see it: all hosts must share run.dir, under the same path"
                     )
                 time.sleep(0.1)
 
     def _manifest(self, step: int) -> dict[str, Any]:
+        """Read and check the manifest of a step."""
         path = self.path(step) / MANIFEST
         if path.exists() and not path.is_file():
-            raise DamagedCheckpointError(f"{path}: damaged, it is no file")
+            raise DamagedCheckpointError(f"{path}: damaged, it is not a file")
         try:
             manifest = loads(path.read_bytes())
         except FileNotFoundError as error:
@@ -305,62 +437,70 @@ class CheckpointStore:
             if content["format"] != _FORMAT:
                 raise UserError(f"{path}: written in format {content['format']!r}, this dtrain reads {_FORMAT}")
             if content["step"] != step:
-                raise UserError(f"{path}: is of step {content['step']}; a checkpoint's directory keeps its name")
-            files, ranks = content["files"], content["world_size"]
-            files[TABLE], files[STATE]
-            sound = [_INSIDE.fullmatch(name) and "bytes" in record.keys() for name, record in files.items()]
-            if type(ranks) is not int or ranks < 1 or not all(sound):
-                raise DamagedCheckpointError(f"{path}: damaged, or not written by dtrain")
+                raise UserError(f"{path} is of step {content['step']}: a checkpoint's directory must keep its name")
+            is_valid = _is_valid_manifest(content)
         except (KeyError, TypeError, AttributeError) as error:
             raise DamagedCheckpointError(f"{path}: damaged, or not written by dtrain") from error
+        if not is_valid:
+            raise DamagedCheckpointError(f"{path}: damaged, or not written by dtrain")
         return content
 
-    def _misfit(self, step: int, name: str, record: FileRecord) -> str | None:
+    def _size_error(self, step: int, name: str, record: FileRecord) -> str | None:
         path = self.path(step) / name
         try:
             size = path.stat().st_size
         except OSError as error:
             return describe_error(error)
         if not path.is_file():
-            return f"{path}: damaged, it is no file"
-        is_whole = size == record["bytes"]
-        return None if is_whole else f"{path}: damaged, it has {size} bytes instead of {record['bytes']}"
+            return f"{path}: damaged, it is not a file"
+        if size != record["bytes"]:
+            return f"{path}: damaged, it has {size} bytes instead of {record['bytes']}"
+        return None
 
-    def _share(self, step: int) -> list[str]:
-        """The files of a step that this rank verifies for all."""
+    def _files_of_this_rank(self, step: int) -> list[str]:
+        """Return the files of a step that this rank verifies for all."""
         return sorted(self._manifest(step)["files"])[self.ranks.rank :: self.ranks.size]
 
     def _verify(self, step: int, names: list[str]) -> None:
-        if wrong := self._wrong_checksums(step, names):
-            raise DamagedCheckpointError("\n".join(wrong))
+        """Raise `DamagedCheckpointError` that lists all of these files that are damaged."""
+        errors = self._checksum_errors(step, names)
+        if errors:
+            raise DamagedCheckpointError("\n".join(errors))
 
-    def _wrong_checksums(self, step: int, names: list[str]) -> list[str]:
+    def _checksum_errors(self, step: int, names: list[str]) -> list[str]:
         files = self._manifest(step)["files"]
-        wrong = []
+        errors = []
         for name in names:
-            if fault := self._misfit(step, name, files[name]):
-                wrong.append(fault)
+            size_error = self._size_error(step, name, files[name])
+            if size_error is not None:
+                errors.append(size_error)
             elif checksum(self.path(step) / name) != files[name]:
-                wrong.append(f"{self.path(step) / name}: damaged, its checksum does not match")
-            elif name.endswith(".json"):  # a file may be as it was written, and nothing that dtrain writes
+                errors.append(f"{self.path(step) / name}: damaged, its checksum does not match")
+            elif name.endswith(".json"):
+                # A checksum proves only that the file is unchanged, not that dtrain wrote it.
                 try:
-                    _ = self._table(step) if name == TABLE else _read_own_json(self.path(step) / name)
+                    if name == TABLE:
+                        self._table(step)
+                    else:
+                        _read_json(self.path(step) / name)
                 except UserError as error:
-                    wrong.append(str(error))
-        return wrong
+                    errors.append(str(error))
+        return errors
 
     def _table(self, step: int) -> TensorTable:
+        """Read and check the table of a step's tensors."""
         path = self.path(step) / TABLE
         try:
             table = read_table(path, path.read_bytes())
         except OSError as error:
             raise UserError(describe_error(error)) from error
-        named = {place.relative_path for place in table.places.values()}
-        if unlisted := named - self._manifest(step)["files"].keys():
+        named = {location.relative_path for location in table.locations.values()}
+        unlisted = named - self._manifest(step)["files"].keys()
+        if unlisted:
             raise UserError(f"{path}: names files that the checkpoint does not list: {unlisted}")
         return table
 
-    def _fitting(
+    def _matching_shards(
         self,
         step: int,
         table: TensorTable,
@@ -368,81 +508,128 @@ class CheckpointStore:
         allow_extra: bool,
         cast: Collection[str] = (),
     ) -> dict[str, TensorShard]:
-        """Return the pieces of `tensors`. Raises UserError that lists those that do not fit the step."""
-        saved, pieces = table.tensors, {name: TensorShard.from_tensor(tensor) for name, tensor in tensors.items()}
+        """Return the shards of `tensors`. Raises one UserError that lists everything that does not fit the step."""
+        shards = {name: TensorShard.from_tensor(tensor) for name, tensor in tensors.items()}
         problems = []
-        for name, piece in pieces.items():
-            if name not in saved:
+        for name, shard in shards.items():
+            if name not in table.tensors:
                 # A tensor without elements leaves no chunk, and so no entry.
-                if piece.global_size.numel():
+                if shard.global_size.numel():
                     problems.append(f"missing in the checkpoint: {name}")
-            elif saved[name].size != piece.global_size:
-                problems.append(f"{name}: saved as {list(saved[name].size)}, the run has {list(piece.global_size)}")
-            elif (dtype := saved[name].properties.dtype) != piece.local.dtype and name not in cast:
+                continue
+            saved = table.tensors[name]
+            dtype = saved.properties.dtype
+            if saved.size != shard.global_size:
+                problems.append(f"{name}: saved as {list(saved.size)}, the run has {list(shard.global_size)}")
+            elif dtype != shard.local.dtype and name not in cast:
                 keys = "optimizer.state, train.dtype" if name.startswith("optim.") else "train.dtype, train.masters"
-                problems.append(f"{name}: saved in {dtype}, the run has {piece.local.dtype} ({keys})")
+                problems.append(f"{name}: saved in {dtype}, the run has {shard.local.dtype} ({keys})")
         if not allow_extra:
-            problems += [f"only in the checkpoint: {name}" for name in saved if name not in pieces]
+            problems += [f"only in the checkpoint: {name}" for name in table.tensors if name not in shards]
         if problems:
             raise UserError("\n  ".join([f"{self.path(step)} does not fit this run:", *limit_problems(problems)]))
-        return pieces
+        return shards
 
-    def _read(self, step: int, pieces: dict[str, TensorShard], table: TensorTable) -> None:
-        wanted, path = {name: piece for name, piece in pieces.items() if name in table.tensors}, self.path(step)
+    def _read(self, step: int, shards: dict[str, TensorShard], table: TensorTable) -> None:
+        """Fill the shards from the files of a step."""
+        path = self.path(step)
+        stored = {name: shard for name, shard in shards.items() if name in table.tensors}
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         with torch.no_grad():
-            self._dcp("read", path, dcp.load, wanted, storage_reader=ShardReader(path, table), planner=planner)
+            self._call_dcp("read", path, dcp.load, stored, storage_reader=ShardReader(path, table), planner=planner)
 
-    def _dcp(self, done: str, path: Path, act, tensors: dict[str, TensorShard], **kwargs: Any) -> None:
+    def _call_dcp(
+        self, verb: str, path: Path, function: Callable[..., Any], shards: dict[str, TensorShard], **kwargs: Any
+    ) -> None:
+        """Call `dcp.save` or `dcp.load`, and turn its errors about files into one UserError.
+
+        Args:
+            verb: Past participle for the message, such as "saved".
+            path: The step, for the message.
+            function: The function of DCP.
+            shards: Its first argument.
+            kwargs: Its further arguments.
+        """
         try:
             if self.ranks.distributed:
-                act(tensors, process_group=self.ranks.group, **kwargs)
+                function(shards, process_group=self.ranks.group, **kwargs)
             else:
-                with warnings.catch_warnings():  # of the whole process: a save in a thread goes the other way
+                # This filter is one for all threads. A save in a thread has ranks, and does not come here.
+                with warnings.catch_warnings():
                     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-                    act(tensors, no_dist=True, **kwargs)
+                    function(shards, no_dist=True, **kwargs)
         except CheckpointException as failure:
             causes = {rank: error for rank, (error, _) in failure.failures.items()}
             if not all(isinstance(error, _FILE_ERRORS) for error in causes.values()):
-                raise RuntimeError(f"{path} could not be {done}") from failure
+                raise RuntimeError(f"{path} could not be {verb}") from failure
             lines = "\n".join(f"  rank {rank}: {describe_error(error)}" for rank, error in sorted(causes.items()))
-            raise UserError(f"{path} could not be {done}:\n{lines}") from failure
+            raise UserError(f"{path} could not be {verb}:\n{lines}") from failure
 
 
-def locate_step(path: str | Path, ranks: Ranks | None = None, key: str | None = None) -> tuple[CheckpointStore, int]:
-    """Find the store and the step that a user means by a path. Collective over `ranks`.
+class LocatedStep(NamedTuple):
+    """A step that was found by a path.
+
+    Attributes:
+        store: The store that has it.
+        step: Its number.
+    """
+
+    store: CheckpointStore
+    step: int
+
+
+def locate_step(path: str | Path, ranks: Ranks | None = None, key: str | None = None) -> LocatedStep:
+    """Find the store and the step that a user means by a path.
 
     Args:
         path: A `step-N` directory, a `checkpoints` directory, or a run's directory. The last two mean the newest step.
-        ranks: Default: all.
+        ranks: The ranks of the store. None: all ranks.
         key: The recipe's key that has the path, for messages.
 
     Raises:
-        UserError: If there is no whole step.
+        UserError: If there is no complete step.
+
+    Collectives:
+        One broadcast of an object over `ranks`.
     """
-    given = f"{key}={path}" if key else str(path)
+    shown_path = f"{key}={path}" if key else str(path)
     path = Path(path)
-    named = step_of(path.absolute())
-    if named is not None:
+    step = step_of(path.absolute())
+    if step is not None:
         store = CheckpointStore(path.absolute().parent, ranks)
-        faults = store.ranks.run_on_first(lambda: store.check_files(named))
-        if faults:
-            raise UserError(f"{given} is no whole checkpoint: {faults[0]}")
-        return store, named
+        errors = store.ranks.run_on_first(lambda: store.check_files(step))
+        if errors:
+            raise UserError(f"{shown_path} is no whole checkpoint: {errors[0]}")
+        return LocatedStep(store, step)
     store = CheckpointStore(path / "checkpoints" if (path / "checkpoints").is_dir() else path, ranks)
     newest = store.latest()
     if newest is None:
-        raise UserError(f"{given}: no whole checkpoint there (looked for step-N directories in {store.directory})")
-    return store, newest
+        raise UserError(f"{shown_path}: no whole checkpoint there (looked for step-N directories in {store.directory})")
+    return LocatedStep(store, newest)
 
 
 def step_of(path: Path) -> int | None:
-    """N for a path whose last part is `step-N`, else None."""
+    """Return N for a path whose last part is `step-N`, otherwise None.
+
+    >>> step_of(Path("runs/my/checkpoints/step-100")), step_of(Path("runs/my"))
+    (100, None)
+    """
     match = _STEP.fullmatch(path.name)
     return int(match[1]) if match else None
 
 
-def _read_own_json(path: Path) -> dict[str, Any]:
+def _is_valid_manifest(content: dict[str, Any]) -> bool:
+    """Check the fields of a manifest. Raises KeyError, TypeError or AttributeError for other JSON."""
+    files, num_ranks = content["files"], content["world_size"]
+    if TABLE not in files or STATE not in files:
+        return False
+    for name, record in files.items():
+        if not _FILE_NAME.fullmatch(name) or "bytes" not in record.keys():
+            return False
+    return type(num_ranks) is int and num_ranks >= 1
+
+
+def _read_json(path: Path) -> dict[str, Any]:
     return read_json(path, max_bytes=OWN_FILE_BYTES, allow_nan=True)
 
 
@@ -452,9 +639,13 @@ def _text_checksum(content: dict[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Origin:
-    """A step, what its tensors hold (`CheckpointStore.identity`) and its save's own mark, None for old ones.
+    """The step of another run from which a run began.
 
-    path: where it lay, for messages, and to look there where no other path is given.
+    Attributes:
+        path: Directory of the step at that time, for messages, and to look there if no other path is known.
+        step: Its number.
+        identity: Digest of its tensors (`CheckpointStore.identity`).
+        save: Mark of the save, "RUN-SAVE"; None for steps of early versions.
     """
 
     path: str
@@ -464,58 +655,87 @@ class Origin:
 
     @classmethod
     def read(cls, record: Any, file: Path) -> "Origin":
-        """Read what JSON has in `file`. Raises UserError."""
-        kinds = {"path": str, "step": int, "identity": str, "save": str | None}
-        is_whole = isinstance(record, dict) and record.keys() == kinds.keys()
-        if not is_whole or not all(isinstance(record[key], kind) for key, kind in kinds.items()):
-            raise UserError(f"{file} is damaged: it does not say what the run began from; delete it to begin anew")
+        """Read the record of `file`, a JSON value. Raises UserError."""
+        types = {"path": str, "step": int, "identity": str, "save": str | None}
+        has_fields = isinstance(record, dict) and record.keys() == types.keys()
+        if not has_fields or not all(isinstance(record[key], of_type) for key, of_type in types.items()):
+            raise UserError(
+                f"{file} is damaged: it should contain the checkpoint from which the run began. Delete it to start over"
+            )
         return cls(**record)
 
     @classmethod
     def from_step(cls, store: CheckpointStore, step: int) -> "Origin":
-        """Collective."""
+        """Return the record of a step. One broadcast of an object."""
         path = str(store.path(step).absolute())
         return store.ranks.run_on_first(
             lambda: cls(path, step, store.identity(step), store.read_state(step).get("save"))
         )
 
     def find_store(self, path: str | Path, ranks: Ranks) -> CheckpointStore | None:
-        """The store that a user means by `path`, if it holds this very step. Collective."""
+        """Return the store that a user means by `path`, if it has this very step; None otherwise.
+
+        Collectives:
+            Two broadcasts of objects over `ranks`.
+        """
         try:
             store, _ = locate_step(path, ranks)
         except UserError:  # on every rank
             return None
         if step_of(Path(path).absolute()) not in (None, self.step):
             return None
-        same = ranks.run_on_first(
-            lambda: not store.check_files(self.step) and store.identity(self.step) == self.identity
-        )
-        return store if same else None
+
+        def is_this_step() -> bool:
+            return not store.check_files(self.step) and store.identity(self.step) == self.identity
+
+        is_same = ranks.run_on_first(is_this_step)
+        return store if is_same else None
 
     def was_at(self, path: str | Path, ranks: Ranks) -> bool:
-        """Return whether this step is gone from `path`: the run there trained on, or nothing is left. Collective."""
-        place = Path(path).absolute()
+        """Check whether this step was at `path` and is gone: its run trained on there, or nothing is left.
+
+        Collectives:
+            Up to two broadcasts of objects over `ranks`.
+        """
+        directory = Path(path).absolute()
         try:
             store, newest = locate_step(path, ranks)
         except UserError:  # on every rank
-            return place in [Path(self.path), *Path(self.path).parents][:3]
+            # The path may be the step, `checkpoints/` or the run.
+            return directory in [Path(self.path), *Path(self.path).parents][:3]
         save: str | None = ranks.run_on_first(lambda: store.read_state(newest).get("save"))
-        if step_of(place) is not None or save is None or self.save is None:
+        if step_of(directory) is not None or save is None or self.save is None:
             return False
         return run_id_of_save(save) == run_id_of_save(self.save)
 
-    def require_store(self, key: str, path: str | Path, otherwise: str, ranks: Ranks) -> tuple[CheckpointStore, int]:
-        """The store at `path`, which `key` gives, and this step. Collective. UserError where that is gone or another;
-        `otherwise` says what may be done beside putting it back."""
+    def require_store(self, key: str, path: str | Path, alternative: str, ranks: Ranks) -> LocatedStep:
+        """Return the store at `path`, which must have this step.
+
+        Args:
+            key: The recipe's key that has the path.
+            path: The path.
+            alternative: What the user can do instead of putting the step back, for the message.
+            ranks: The ranks of the store.
+
+        Raises:
+            UserError: If the step is gone, or another one is there.
+
+        Collectives:
+            Those of `find_store`.
+        """
         store = self.find_store(path, ranks)
         if store is None:
             raise UserError(
-                f"{key}={path}: this run began from step {self.step} there ({self.path}), which is gone or holds "
-                f"something else by now: put it back, {otherwise}"
+                f"{key}={path}: this run began from step {self.step} there ({self.path}), which is gone or has changed "
+                f"since: put it back, {alternative}"
             )
-        return store, self.step
+        return LocatedStep(store, self.step)
 
 
 def run_id_of_save(save: str) -> str:
-    """The mark of a run in that of one of its saves, `RUN-SAVE`."""
+    """Return the mark of the run from the mark of one of its saves.
+
+    >>> run_id_of_save("1f2e3d4c-7")
+    '1f2e3d4c'
+    """
     return save.split("-")[0]

@@ -1,27 +1,37 @@
-"""State of training as named tensors and JSON, and back: model, optimizer and random number generators.
+"""The state of training as named tensors and JSON: model, optimizer and random number generators.
 
-Tensors: `model.<name>`, and `optim.<name>.<key>` for every tensor of the optimizer's state (`exp_avg`, `step`, ...).
-Names are those of the model's state dict, so a checkpoint does not depend on the order of parameters. JSON: the
-optimizer's groups (lr, initial_lr, betas, ...) and what its state holds beside tensors.
+A run that trains one layer with AdamW has these tensors:
 
-Resuming:
+    model.model.layers.0.mlp.up_proj.weight               the weight
+    optim.model.layers.0.mlp.up_proj.weight.exp_avg       a tensor of the optimizer's state
+    optim.model.layers.0.mlp.up_proj.weight.exp_avg_sq
+    optim.model.layers.0.mlp.up_proj.weight.step
+
+and this JSON (`optimizer_state`):
+
+    {"groups": [{"params": ["model.layers.0.mlp.up_proj.weight"], "values": {"lr": 1e-5, "betas": [0.9, 0.999], ...}}],
+     "state": {"model.layers.0.mlp.up_proj.weight": {"tensors": ["step", "exp_avg", "exp_avg_sq"], "values": {}}}}
+
+Names are those of the model's state dict, so a checkpoint does not depend on the order of the parameters.
+
+Resuming takes two steps, because DCP fills tensors in place, and a new optimizer has none yet:
 
     optimizer_state = store.read_state(step)["optimizer"]
-    restore_optimizer(model, optimizer, optimizer_state)       # makes room for the tensors, sets the scalars
+    restore_optimizer(model, optimizer, optimizer_state)       # allocates the state's tensors, sets options and scalars
     store.load(step, training_tensors(model, optimizer))       # fills model and optimizer in place
 
 Random number generators are Python's, torch's on the CPU, and torch's on this rank's CUDA device, as JSON. dtrain's own
 random numbers depend on the seed and the logical position, so these generators matter only to other code, such as a
-reward function or a user's method. On the saved world size each rank continues exactly. A rank that gets a copy of
-another rank's state (`CheckpointStore.read_rank_state`) is seeded from that state and the number of the copy: always
-the same, and unlike the original.
+reward function or a user's method. On the saved number of ranks each rank continues exactly. A rank that gets a copy of
+another rank's state (`CheckpointStore.read_rank_state`) is seeded from that state and the number of the copy, so its
+numbers are reproducible, and differ from those of the other rank.
 """
 
 import base64
 import binascii
 import random
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,19 +44,31 @@ from dtrain.checkpoint.dcp.shards import TensorShard
 from dtrain.optim.local_shard import ShardOptimizer, allocate_state
 from dtrain.parallel.placement import local_tensor
 
-SCORE_WEIGHT = "model.score.weight"  # of a model that rates texts: a language model has none
+SCORE_WEIGHT = "model.score.weight"  # only models that score texts have it
 _SCALAR = (bool, int, float, str, type(None))
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers, [any shape], by name, tied ones once, under their first name: the model's own
-    (DTensors under FSDP). No collective; FSDP modules that still hold gathered weights go back to their shards."""
+    """Return the parameters and persistent buffers of a model by name. No collective.
+
+    Tied tensors appear once, under their first name. FSDP modules with gathered weights are resharded.
+
+    Returns:
+        The model's own tensors of any shape, DTensors under FSDP.
+    """
     tensors = model.state_dict(keep_vars=True)
     return {name: tensors[name] for name in tensor_aliases(model)}
 
 
 def tensor_aliases(model: nn.Module) -> dict[str, list[str]]:
-    """Return, by every name of `model_tensors`, all names of the same tensor, that one first."""
+    """Return all names of each tensor, under its first one, which is the name in `model_tensors`.
+
+    Example:
+        >>> model = nn.ModuleDict({"embed": nn.Embedding(4, 2), "head": nn.Linear(2, 4, bias=False)})
+        >>> model["head"].weight = model["embed"].weight
+        >>> tensor_aliases(model)
+        {'embed.weight': ['embed.weight', 'head.weight']}
+    """
     names: dict[int, list[str]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         names.setdefault(id(tensor), []).append(name)
@@ -54,17 +76,29 @@ def tensor_aliases(model: nn.Module) -> dict[str, list[str]]:
 
 
 def frozen_names(model: nn.Module) -> set[str]:
-    """The names in `model_tensors` of parameters that are not trained."""
-    tensors = model_tensors(model).items()
-    return {name for name, tensor in tensors if isinstance(tensor, nn.Parameter) and not tensor.requires_grad}
+    """Return the names in `model_tensors` of parameters that are not trained."""
+    frozen = set()
+    for name, tensor in model_tensors(model).items():
+        if isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
+            frozen.add(name)
+    return frozen
 
 
 def training_tensors(model: nn.Module, optimizer: Optimizer | None = None, *, frozen: bool = True) -> dict[str, Tensor]:
-    """Every tensor, [any shape], of `model` and of the state that `optimizer` has by now, under a checkpoint's names.
-    They share storage with the originals: to save them, and to load into them. frozen: whether parameters that are not
-    trained are among them. No collective."""
-    left_out = set() if frozen else frozen_names(model)
-    tensors = {f"model.{name}": tensor for name, tensor in model_tensors(model).items() if name not in left_out}
+    """Return the tensors of a model and of its optimizer's state under a checkpoint's names. No collective.
+
+    They share storage with the originals, so they can be saved and loaded into.
+
+    Args:
+        model: The model.
+        optimizer: Its optimizer, which may have no state yet. None: only the model.
+        frozen: Whether parameters that are not trained are included.
+
+    Raises:
+        UserError: If it is unknown which part of the full tensor a tensor of the optimizer is.
+    """
+    excluded = set() if frozen else frozen_names(model)
+    tensors = {f"model.{name}": tensor for name, tensor in model_tensors(model).items() if name not in excluded}
     if optimizer is None:
         return tensors
     names = _parameter_names(model)
@@ -72,50 +106,101 @@ def training_tensors(model: nn.Module, optimizer: Optimizer | None = None, *, fr
         name = _name(names, parameter)
         for key, value in entries.items():
             if isinstance(value, Tensor):
-                tensors[f"optim.{name}.{key}"] = _placed(value, parameter, name, key, optimizer)
+                tensors[f"optim.{name}.{key}"] = _sharded_state(value, parameter, name, key, optimizer)
     return tensors
 
 
 def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Return what a checkpoint keeps of `optimizer` as JSON. No collective.
+    """Return the part of an optimizer that a checkpoint has as JSON. No collective.
 
-    {"groups": [{"params": [names], "values": {option: value}}],
-     "state": {name: {"tensors": [keys], "values": {key: value}}}}
+    Options that are not numbers, strings or sequences of them are left out. On a resume they come from the recipe.
 
-    Options that are no numbers, words or sequences of them stay out: they come from the recipe. Such state is a
-    UserError, for the resumed run would lack it."""
+    Returns:
+        {"groups": [{"params": [names], "values": {option: value}}],
+         "state": {name: {"tensors": [keys], "values": {key: value}}}}
+
+    Raises:
+        UserError: If the state of a parameter has other objects than tensors and such values. The resumed run would
+            lack them.
+    """
     names = _parameter_names(model)
     groups = []
     for group in optimizer.param_groups:
-        values = {key: _plain(value) for key, value in group.items() if key != "params" and _is_plain(value)}
-        groups.append({"params": [_name(names, parameter) for parameter in group["params"]], "values": values})
+        options = {}
+        for key, value in group.items():
+            if key != "params" and _is_json(value):
+                options[key] = _as_json(value)
+        groups.append({"params": [_name(names, parameter) for parameter in group["params"]], "values": options})
     state = {}
     for parameter, entries in optimizer.state.items():
         name = _name(names, parameter)
-        values = {key: value for key, value in entries.items() if not isinstance(value, Tensor)}
-        for key, value in values.items():
-            if not _is_plain(value):
+        tensor_keys, scalars = [], {}
+        for key, value in entries.items():
+            if isinstance(value, Tensor):
+                tensor_keys.append(key)
+                continue
+            if not _is_json(value):
                 raise UserError(
                     f"optimizer {type(optimizer).__name__} keeps {type(value).__name__} {key!r} for {name}: "
                     "dtrain saves tensors and numbers; choose another optimizer.name, or checkpoint.every=null"
                 )
-        tensors = [key for key in entries if key not in values]
-        state[name] = {"tensors": tensors, "values": {key: _plain(value) for key, value in values.items()}}
+            scalars[key] = _as_json(value)
+        state[name] = {"tensors": tensor_keys, "values": scalars}
     return {"groups": groups, "state": state}
+
+
+class SavedGroup(NamedTuple):
+    """A parameter group of a checkpoint's optimizer.
+
+    Attributes:
+        params: Names of the parameters.
+        options: Options such as `lr`.
+    """
+
+    params: list[str]
+    options: dict[str, Any]
+
+
+class SavedState(NamedTuple):
+    """State of one parameter in a checkpoint's optimizer.
+
+    Attributes:
+        tensor_keys: Keys of the tensors, which DCP has.
+        scalars: The other values by key.
+    """
+
+    tensor_keys: list[str]
+    scalars: dict[str, Any]
+
+
+class SavedOptimizer(NamedTuple):
+    """An optimizer as `optimizer_state` describes it.
+
+    Attributes:
+        groups: The parameter groups.
+        state: The state by name of the parameter.
+    """
+
+    groups: list[SavedGroup]
+    state: dict[str, SavedState]
 
 
 def find_first_mismatch(
     model: nn.Module, saved: Mapping[str, Any], sizes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 ) -> str | None:
-    """Return how the first parameter that `model` trains differs from what a checkpoint has trained, or None.
+    """Compare the parameters that a model trains with those of a checkpoint.
 
     Args:
         model: The model that would be resumed, which may be on meta.
         saved: What `optimizer_state` returned when the checkpoint was saved.
         sizes: Shape and dtype of the checkpoint's tensors, by name.
+
+    Returns:
+        A description of the first difference, or None.
     """
-    groups, _ = _groups_and_state(saved)
-    saved_names = {name for params, _ in groups for name in params}
+    saved_names: set[str] = set()
+    for group in _read_saved_optimizer(saved).groups:
+        saved_names.update(group.params)
     trained = {}
     for name, tensor in model_tensors(model).items():
         if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
@@ -127,65 +212,87 @@ def find_first_mismatch(
         if saved_shape is not None and saved_shape != shape:
             return f"{name} is {list(shape)}, and {list(saved_shape)} in the checkpoint"
     only_saved = sorted(saved_names - trained.keys())
-    return f"the checkpoint has trained {only_saved[0]}, and this recipe does not" if only_saved else None
+    if only_saved:
+        return f"the checkpoint has trained {only_saved[0]}, and this recipe does not"
+    return None
 
 
-def _groups_and_state(saved: Mapping[str, Any]) -> tuple[list[tuple[list[str], dict]], dict[str, tuple[list, dict]]]:
-    """Return the groups (names, options) and the state (names of tensors, scalars) of a saved `optimizer_state`."""
+def _read_saved_optimizer(saved: Mapping[str, Any]) -> SavedOptimizer:
+    """Read what `optimizer_state` returned. Raises UserError."""
     try:
-        groups = [(group["params"], group["values"]) for group in saved["groups"]]
-        state = {name: (entries["tensors"], entries["values"]) for name, entries in saved["state"].items()}
+        groups = [SavedGroup(group["params"], group["values"]) for group in saved["groups"]]
+        state = {name: SavedState(entries["tensors"], entries["values"]) for name, entries in saved["state"].items()}
     except (KeyError, TypeError, AttributeError) as error:
         raise UserError("the checkpoint's optimizer state is damaged, or not written by dtrain") from error
-    return groups, state
+    return SavedOptimizer(groups, state)
 
 
 def restore_optimizer(
     model: nn.Module, optimizer: Optimizer, saved: Mapping[str, Any], *, keep_options: Collection[str] = ()
 ) -> None:
-    """Prepare a new `optimizer` for `CheckpointStore.load`: its state allocated, its options and scalars as `saved` has
-    them. keep_options: options that stay as the optimizer was built with them (`lr`, ...), for a change that the user
-    allows.
-    Parameters keep their values. No collective of its own; the optimizer's step may have some. Raises
-    UserError where
-    the groups or the kind of state do not fit."""
+    """Prepare a new optimizer for `CheckpointStore.load`.
+
+    Its state is allocated, and its options and scalars are set to the saved ones. Parameters keep their values.
+
+    Args:
+        model: The model.
+        optimizer: The new optimizer.
+        saved: What `optimizer_state` returned when the checkpoint was saved.
+        keep_options: Options that keep the recipe's value (`lr`, ...), because the user allows this change.
+
+    Raises:
+        UserError: If the groups, or the keys of the state, differ from the saved ones.
+
+    Collectives:
+        Those of the optimizer's step, if it has some.
+    """
     names = _parameter_names(model)
-    groups, state = _groups_and_state(saved)
+    groups, saved_state = _read_saved_optimizer(saved)
     _check_groups(optimizer, names, groups)
     allocate_state(optimizer)
+    not_restored = set(saved_state)
     for parameter, entries in list(optimizer.state.items()):
         name = _name(names, parameter)
-        if name not in state:  # it had no gradient yet when the checkpoint was saved
+        if name not in saved_state:  # it had no gradient yet when the checkpoint was saved
             del optimizer.state[parameter]
             continue
-        tensors, values = state.pop(name)
-        held = sorted(key for key, value in entries.items() if isinstance(value, Tensor))
-        if held != sorted(tensors):
+        not_restored.discard(name)
+        tensor_keys, scalars = saved_state[name]
+        allocated = sorted(key for key, value in entries.items() if isinstance(value, Tensor))
+        if allocated != sorted(tensor_keys):
             raise UserError(
-                f"the checkpoint's optimizer keeps {sorted(tensors)} for {name}, optimizer "
-                f"{type(optimizer).__name__} as the recipe has it keeps {held}: set optimizer.name back, or begin "
+                f"the checkpoint's optimizer keeps {sorted(tensor_keys)} for {name}, optimizer "
+                f"{type(optimizer).__name__} as the recipe has it keeps {allocated}: set optimizer.name back, or begin "
                 "another run with these weights (checkpoint.init_from, run.name)"
             )
-        entries.update(values)
-    if state:
-        raise UserError(f"the checkpoint has optimizer state for {sorted(state)[:5]}, which the run does not train")
-    for group, (_, values) in zip(optimizer.param_groups, groups, strict=True):
+        entries.update(scalars)
+    if not_restored:
+        raise UserError(
+            f"the checkpoint has optimizer state for {sorted(not_restored)[:5]}, which the run does not train"
+        )
+    for group, saved_group in zip(optimizer.param_groups, groups, strict=True):
+        values = saved_group.options
         for key in values.keys() - set(keep_options):
             group[key] = _like(group.get(key), values[key])
 
 
 def _parameter_names(model: nn.Module) -> dict[int, str]:
+    """Return the name of each tensor of a model by its id."""
     return {id(tensor): name for name, tensor in model_tensors(model).items()}
 
 
 def _name(names: dict[int, str], parameter: Tensor) -> str:
     if id(parameter) not in names:
-        raise ValueError(f"the optimizer holds a parameter of {tuple(parameter.shape)} that the model does not have")
+        raise ValueError(f"the optimizer has a parameter {tuple(parameter.shape)} that the model does not have")
     return names[id(parameter)]
 
 
-def _placed(value: Tensor, parameter: Tensor, name: str, key: str, optimizer: Optimizer) -> Tensor:
-    """`value` with its place: its own, or that of the parameter whose shard it was made from."""
+def _sharded_state(value: Tensor, parameter: Tensor, name: str, key: str, optimizer: Optimizer) -> Tensor:
+    """Return a tensor of the optimizer's state in a form of which the global position is known.
+
+    torch's optimizers have DTensors for DTensors. dtrain's own ones, and those that a user imports, may have plain
+    tensors for the local shard of a parameter.
+    """
     if isinstance(value, DTensor):
         if any(placement.is_partial() for placement in value.placements):
             raise UserError(
@@ -200,57 +307,67 @@ def _placed(value: Tensor, parameter: Tensor, name: str, key: str, optimizer: Op
         if location is not None:
             return TensorShard.from_offsets(value, location.global_size, location.offsets)
     if value.shape == local_tensor(parameter).shape:
-        place = TensorShard.from_tensor(parameter)
-        return TensorShard.from_offsets(value, place.global_size, place.offsets)
+        shard = TensorShard.from_tensor(parameter)
+        return TensorShard.from_offsets(value, shard.global_size, shard.offsets)
     raise UserError(
         f"optimizer {type(optimizer).__name__} keeps {key!r} of shape {tuple(value.shape)} for {name}, of which this "
-        f"rank holds {tuple(local_tensor(parameter).shape)} of {tuple(parameter.shape)}: dtrain cannot tell what part "
-        "of the whole it is; run on one process, or choose another optimizer.name"
+        f"rank has {tuple(local_tensor(parameter).shape)} of {tuple(parameter.shape)}: dtrain cannot tell which part "
+        "of the full tensor it is; run on one process, or choose another optimizer.name"
     )
 
 
-def _check_groups(optimizer: Optimizer, names: dict[int, str], saved: list[tuple[list[str], dict]]) -> None:
-    built = [{_name(names, parameter) for parameter in group["params"]} for group in optimizer.param_groups]
-    kept = [set(params) for params, _ in saved]
-    only_kept, only_built = (sorted(set().union(*a) - set().union(*b)) for a, b in ((kept, built), (built, kept)))
-    if only_kept and only_built:
+def _check_groups(optimizer: Optimizer, names: dict[int, str], saved: list[SavedGroup]) -> None:
+    """Raise UserError if the optimizer's parameter groups differ from the saved ones."""
+    built_groups = [{_name(names, parameter) for parameter in group["params"]} for group in optimizer.param_groups]
+    saved_groups = [set(group.params) for group in saved]
+    all_built: set[str] = set().union(*built_groups)
+    all_saved: set[str] = set().union(*saved_groups)
+    only_saved, only_built = sorted(all_saved - all_built), sorted(all_built - all_saved)
+    if only_saved and only_built:
         raise UserError(
-            f"the checkpoint has trained {only_kept[0]} and not {only_built[0]}, this recipe trains the second and not "
-            "the first: resume with the model, the recipe and the release of dtrain that wrote it, or begin a new run"
+            f"the checkpoint has trained {only_saved[0]} and not {only_built[0]}, this recipe trains the second and "
+            "not the first: resume with the model, the recipe and the release of dtrain that wrote it, or begin a new "
+            "run"
         )
-    if built != kept:
-        moved = sorted(set().union(*(a ^ b for a, b in zip(built, kept, strict=False))))
+    if built_groups != saved_groups:
+        moved: set[str] = set()
+        for built, other in zip(built_groups, saved_groups, strict=False):
+            moved |= built ^ other
         raise UserError(
-            f"the checkpoint's optimizer has {len(kept)} parameter groups, the recipe's {len(built)}; they differ in "
-            f"{moved[:5]} (optimizer, model)"
+            f"the checkpoint's optimizer has {len(saved_groups)} parameter groups, the recipe's {len(built_groups)}; "
+            f"they differ in {sorted(moved)[:5]} (optimizer, model)"
         )
 
 
-def _is_plain(value: Any) -> bool:
+def _is_json(value: Any) -> bool:
+    """Check for a scalar, a tensor of one element without dimensions, or nested sequences of them."""
     if isinstance(value, Tensor):
         return value.dim() == 0
     if isinstance(value, list | tuple):
-        return all(_is_plain(item) for item in value)
+        return all(_is_json(item) for item in value)
     return isinstance(value, _SCALAR)
 
 
-def _plain(value: Any) -> Any:
+def _as_json(value: Any) -> Any:
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [_as_json(item) for item in value]
     return value.item() if isinstance(value, Tensor) else value
 
 
 def _like(built: Any, saved: Any) -> Any:
-    """`saved` in the form of `built`: a tensor is filled in place, for a captured step reads that very tensor."""
+    """Return a saved value in the form of the value that the optimizer was built with.
+
+    A tensor is filled in place, because a captured CUDA graph reads this very tensor. JSON has no tuples.
+    """
     if isinstance(built, Tensor):
         return built.fill_(saved)
     if isinstance(built, tuple) and isinstance(saved, list) and len(built) == len(saved):
-        return tuple(_like(*pair) for pair in zip(built, saved, strict=True))
+        return tuple(_like(built_item, saved_item) for built_item, saved_item in zip(built, saved, strict=True))
     return saved
 
 
 def random_state() -> dict[str, Any]:
-    """The state of every generator of this process, as JSON."""
+    """Return the state of every random number generator of this process, as JSON."""
     version, words, gauss = random.getstate()
     state = {"python": [version, list(words), gauss], "torch": _bytes_to_text(torch.get_rng_state())}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -259,8 +376,17 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any], copy: int = 0) -> None:
-    """Put the generators of this process into `state` (copy 0), or into one derived from it. CUDA, where this process
-    has it and the state does not, is seeded from the CPU's. UserError for what `random_state` has not written."""
+    """Set the random number generators of this process.
+
+    If this process has CUDA and the state has none, CUDA's generator is seeded from the state of the CPU's.
+
+    Args:
+        state: What `random_state` returned.
+        copy: 0 restores the state. Other numbers seed the generators from the state and this number.
+
+    Raises:
+        UserError: For anything that `random_state` has not written.
+    """
     try:
         version, words, gauss = state["python"]
         cpu = _text_to_bytes(state["torch"])
@@ -281,6 +407,7 @@ def set_random_state(state: dict[str, Any], copy: int = 0) -> None:
 
 
 def _seed_of_copy(text: str, copy: int, generator: str) -> int:
+    """Return a seed of 63 bits for a generator's copy."""
     return int.from_bytes(digest(generator, copy, text), "big") >> 1
 
 

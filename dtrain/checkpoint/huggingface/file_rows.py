@@ -1,17 +1,30 @@
-"""Places of a model's tensors in files: each as a tensor of its own, as rows of one that joins several, or in several.
+"""How the tensors of a model correspond to the tensors of its files.
 
-Files may join what a model holds apart: Phi-3's `qkv_proj.weight` is q_proj, k_proj and v_proj, one below the other. So
-every placement of the parts is that of plain matrices; only reading and writing know of the whole. What joins what is
-`ModelConfig.fused_modules`, by modules; the parts' biases, codes and adapters are joined alike. The other way round a
-model holds a layer's experts as stacks [E, out, in], of which the files may have each matrix, or gate and up joined
-along `out`, one behind the other or row by row in turn, or every matrix transposed; of their adapters PEFT's files have
-matrices. Loads no torch before it has tensors.
+Most are the same. There are three exceptions, and only reading and writing need to know about them:
+
+- Files may join what a model has as separate modules. Phi-3's `qkv_proj.weight` [96, 64] contains the rows of q_proj
+  (0 to 31), k_proj (32 to 63) and v_proj (64 to 95). So tensor parallel can shard plain matrices.
+  `ModelConfig.fused_modules` lists which modules files join. Their biases, 4-bit codes and adapters are joined in the
+  same way.
+- A model stacks the experts of a layer to one tensor [E, out, in]. Files may have one matrix [out, in] per expert, as
+  Mixtral's do, or stacks in which gate and up projection are joined along `out`: one after the other, or alternating
+  row by row (gpt-oss, which also transposes every matrix).
+- Adapters of such stacks are matrices in PEFT's files (`ExpertAdapterRows`).
+
+`fused_weights` lists the tensors of the files that a model's tensors belong to. `locate_parts` then returns where each
+of the model's tensors is stored in one of them, as `FileRows`:
+
+    (fused,) = fused_weights(model, ["...k_proj.weight"])     # FusedWeight("...qkv_proj.weight", (q, k, v))
+    shape, rows = locate_parts(fused, fused.name, shapes)     # (96, 64), and by name the rows of q, k and v
+    rows["...k_proj.weight"]                                  # FileRows("...qkv_proj.weight", start=32, count=32)
+
+This module loads torch only when it has tensors.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dtrain.adapters.config import is_adapter
 from dtrain.models.common.config import ModelConfig
@@ -24,9 +37,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FileRows:
-    """The rows of a file that one tensor of a model is: the tensor `name`, or `count` of its rows from `start` on, each
-    `step`-th of them along `dim`; or, where others are given, these one after another, each a matrix of the model's
-    stack. is_transposed: whether the file's matrices are the model's is_transposed; dim and slices are the model's."""
+    """Where one tensor of a model is stored in the files.
+
+    Attributes:
+        name: The tensor of the files.
+        start: First row of the model's tensor in it.
+        count: Number of rows. None: all of the file's tensor.
+        expert_names: The tensors of the files that have one matrix each of the model's stack [E, out, in]. Empty unless
+            the files store experts one by one.
+        dim: The dimension that `start`, `count` and `step` refer to, in the model's layout.
+        step: 2 means every second row.
+        is_transposed: Whether the file's matrices are the transposed ones of the model.
+    """
 
     name: str
     start: int = 0
@@ -38,57 +60,90 @@ class FileRows:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The tensors of the files that it is in."""
+        """The tensors of the files that have a part of it."""
         return self.expert_names or (self.name,)
 
-    def slices(self, held: tuple[slice, ...]) -> tuple[slice, ...]:
-        """Return where the part `held` of the model's tensor, a slice for each dimension, lies in the file's, what
-        stands between its rows included."""
+    def slices(self, local: tuple[slice, ...]) -> tuple[slice, ...]:
+        """Return the smallest slices of the file's tensor that contain a part of the model's tensor.
+
+        Args:
+            local: The part, one slice per dimension of the model's tensor.
+
+        Returns:
+            One slice per dimension of the file's tensor. With `step` they also contain the rows in between.
+
+        Example:
+            >>> rows = FileRows("qkv_proj.weight", start=32, count=32)
+            >>> rows.slices((slice(0, 8), slice(0, 64)))
+            (slice(32, 40, None), slice(0, 64, None))
+        """
+        slices = list(local)
         if self.count is not None:
-            rows = held[self.dim]
-            start, stop = rows.start * self.step + self.start, (rows.stop - 1) * self.step + self.start + 1
-            held = (*held[: self.dim], slice(start, stop), *held[self.dim + 1 :])
-        return (*held[:-2], held[-1], held[-2]) if self.is_transposed else held
+            rows = local[self.dim]
+            first = rows.start * self.step + self.start
+            last = (rows.stop - 1) * self.step + self.start
+            slices[self.dim] = slice(first, last + 1)
+        if self.is_transposed:
+            slices[-2], slices[-1] = slices[-1], slices[-2]
+        return tuple(slices)
 
-    def _mine(self, read: "Tensor") -> "Tensor":
-        """The model's part of what `slices` says, [its sizes]: a view."""
-        read = read.mT if self.is_transposed else read
-        return read[(*(slice(None),) * self.dim, slice(None, None, self.step))] if self.step > 1 else read
+    def _select(self, stored: "Tensor") -> "Tensor":
+        """Return the model's part of what was read with `slices`, as a view."""
+        stored = stored.mT if self.is_transposed else stored
+        if self.step == 1:
+            return stored
+        selection = [slice(None)] * self.dim + [slice(None, None, self.step)]
+        return stored[tuple(selection)]
 
-    def fill(self, files: "WeightFiles", local: "Tensor", held: tuple[slice, ...]) -> None:
-        """Read the part `held` of it into `local`, [its sizes], cast to its dtype. No collective."""
+    def fill(self, files: "WeightFiles", local: "Tensor", local_slices: tuple[slice, ...]) -> None:
+        """Read a part of the model's tensor, cast to the dtype of `local`. No collective.
+
+        Args:
+            files: The files.
+            local: The part, which is filled.
+            local_slices: Which part of the tensor it is, one slice per dimension.
+        """
         if not self.expert_names:
-            local.copy_(self._mine(files.read(self.name, self.slices(held))))
+            local.copy_(self._select(files.read(self.name, self.slices(local_slices))))
             return
-        for matrix, name in zip(local, self.expert_names[held[0]], strict=True):
-            matrix.copy_(files.read(name, held[1:]))
+        experts, *matrix_slices = local_slices
+        for matrix, name in zip(local, self.expert_names[experts], strict=True):
+            matrix.copy_(files.read(name, tuple(matrix_slices)))
 
     def read(self, files: "WeightFiles") -> "Tensor":
-        """All of it, [the model's shape], in the dtype of the files."""
+        """Read the model's full tensor in the dtype of the files."""
         if self.expert_names:
             first = files.read(self.name)
-            whole = first.new_empty(len(self.expert_names), *first.shape)
-            for matrix, name in zip(whole, self.expert_names, strict=True):
+            stack = first.new_empty(len(self.expert_names), *first.shape)
+            for matrix, name in zip(stack, self.expert_names, strict=True):
                 matrix.copy_(files.read(name))
-            return whole
+            return stack
         if self.count is None:
-            return self._mine(files.read(self.name))
+            return self._select(files.read(self.name))
         sizes = list(files.stored[self.name].shape)
-        sizes = [*sizes[:-2], sizes[-1], sizes[-2]] if self.is_transposed else sizes
+        if self.is_transposed:
+            sizes[-2], sizes[-1] = sizes[-1], sizes[-2]
         sizes[self.dim] = self.count
-        return self._mine(files.read(self.name, self.slices(tuple(slice(0, size) for size in sizes))))
+        everything = tuple(slice(0, size) for size in sizes)
+        return self._select(files.read(self.name, self.slices(everything)))
 
 
 @dataclass(frozen=True)
 class ExpertAdapterRows(FileRows):
-    """Rows of the adapters of `experts` experts: A [E, r, in] or B [E, out, r], in a file [E · r, in] or [out, r · E]:
-    A has rows expert by expert, B columns number by number of the rank."""
+    """Where an adapter's A [E, r, in] or B [E, out, r] of a stack of experts is stored.
+
+    PEFT's files have matrices: A as [E · r, in], expert by expert, and B as [out, r · E], in which the E columns of the
+    first rank come first.
+
+    Attributes:
+        experts: Number of experts, E.
+    """
 
     experts: int = 1
 
-    def fill(self, files: "WeightFiles", local: "Tensor", held: tuple[slice, ...]) -> None:
+    def fill(self, files: "WeightFiles", local: "Tensor", local_slices: tuple[slice, ...]) -> None:
         """Override `FileRows.fill`."""
-        experts, rows, columns = held
+        experts, rows, columns = local_slices
         height, width = files.stored[self.name].shape
         if ".lora_A" in self.name:
             rank = height // self.experts
@@ -96,7 +151,8 @@ class ExpertAdapterRows(FileRows):
             local.copy_(stored.unflatten(0, (-1, rank))[:, rows])
         else:
             stored = files.read(self.name, (slice(rows.start + self.start, rows.stop + self.start), slice(0, width)))
-            local.copy_(stored.unflatten(1, (-1, self.experts)).permute(2, 0, 1)[experts, :, columns])
+            by_expert = stored.unflatten(1, (-1, self.experts)).permute(2, 0, 1)  # [E, out, r]
+            local.copy_(by_expert[experts, :, columns])
 
     def read(self, files: "WeightFiles") -> "Tensor":
         """Override `FileRows.read`."""
@@ -108,14 +164,23 @@ class ExpertAdapterRows(FileRows):
 
 
 def adapter_in_file(name: str, tensor: "Tensor") -> "Tensor":
-    """The parameter `name` of a model, [any shape], as files have it: see `ExpertAdapterRows`."""
+    """Return a model's parameter in the form of PEFT's files, which only changes adapters of stacks of experts.
+
+    Args:
+        name: Name of the parameter.
+        tensor: The parameter of any shape: A [E, r, in] becomes [E · r, in], B [E, out, r] becomes [out, r · E].
+    """
     if tensor.dim() != 3 or not is_adapter(name):
         return tensor
     return tensor.flatten(0, 1) if name.endswith("lora_A") else tensor.permute(1, 2, 0).flatten(1)
 
 
 def adapter_shape_in_file(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of `adapter_in_file`."""
+    """Return the shape of `adapter_in_file`.
+
+    >>> adapter_shape_in_file("experts.gate_up_proj.lora_A", (4, 8, 64))
+    (32, 64)
+    """
     if len(shape) != 3 or not is_adapter(name):
         return shape
     experts, rows, columns = shape
@@ -124,10 +189,16 @@ def adapter_shape_in_file(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class FusedWeight:
-    """The tensor that files call `name`, and the model's tensors that it joins along `dim`, in order; or of a stack the
-    matrix of this number. is_interleaved: whether it has a row of each part, then the next of each. is_transposed:
-    whether its
-    matrices are."""
+    """A tensor of the files, and the tensors of the model that it consists of.
+
+    Attributes:
+        name: Its name in the files.
+        parts: Names of the model's tensors that it joins, in order. Most have one part.
+        expert: If the files store experts one by one: number of the expert of the stack `parts[0]`. Otherwise None.
+        dim: The dimension along which parts are joined, in the model's layout.
+        is_interleaved: Whether rows alternate: the first row of each part, then the second of each part.
+        is_transposed: Whether the file's matrices are the transposed ones of the model.
+    """
 
     name: str
     parts: tuple[str, ...]
@@ -137,103 +208,151 @@ class FusedWeight:
     is_transposed: bool = False
 
     def shape(self, shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
-        """Return the shape of the whole, from those of the parts."""
+        """Return the shape of the joined tensor in the files.
+
+        Args:
+            shapes: Shapes of the parts.
+        """
         sizes = list(shapes[0])
         if len(shapes) > 1:
             sizes[self.dim] = sum(shape[self.dim] for shape in shapes)
-        return (*sizes[:-2], sizes[-1], sizes[-2]) if self.is_transposed else tuple(sizes)
+        if self.is_transposed:
+            sizes[-2], sizes[-1] = sizes[-1], sizes[-2]
+        return tuple(sizes)
 
     def join(self, parts: "Sequence[Tensor]") -> "Tensor":
-        """The whole of all parts, contiguous where they are."""
-        import torch
+        """Join the parts to the tensor of the files. The result is contiguous if the parts are."""
+        import torch  # see the module's docstring
 
-        whole = parts[0]
+        joined = parts[0]
         if len(parts) > 1 and self.is_interleaved:
-            whole = torch.stack(list(parts), self.dim + 1).flatten(self.dim, self.dim + 1)
+            joined = torch.stack(list(parts), self.dim + 1).flatten(self.dim, self.dim + 1)
         elif len(parts) > 1:
-            whole = torch.cat(list(parts), self.dim)
-        return whole.mT.contiguous() if self.is_transposed else whole
+            joined = torch.cat(list(parts), self.dim)
+        return joined.mT.contiguous() if self.is_transposed else joined
 
-    def split(self, whole: "Tensor", parts: "Sequence[Tensor]") -> "Iterable[Tensor]":
-        """`join` undone: views of `whole`, as large as `parts`."""
-        whole = whole.mT if self.is_transposed else whole
+    def split(self, joined: "Tensor", parts: "Sequence[Tensor]") -> "Iterable[Tensor]":
+        """Undo `join`: return views of the joined tensor with the sizes of `parts`."""
+        joined = joined.mT if self.is_transposed else joined
         if len(parts) == 1:
-            return [whole]
+            return [joined]
         if self.is_interleaved:
-            return whole.unflatten(self.dim, (-1, len(parts))).unbind(self.dim + 1)
-        return whole.split([part.shape[self.dim] for part in parts], self.dim)
+            return joined.unflatten(self.dim, (-1, len(parts))).unbind(self.dim + 1)
+        return joined.split([part.shape[self.dim] for part in parts], self.dim)
 
 
 def fused_weights(model: Any, names: Iterable[str], stored: Iterable[str] = ()) -> list[FusedWeight]:
-    """The tensors of files that the parameters `names` of `model`, or of one of this ModelConfig, are, each once. An
-    adapter's A is one of all that the files join, under the first one's name. stored: what files have, which may be the
-    experts of a family of stacks one by one, or stacks of a family that has them one by one; without it they are those
-    written."""
+    """List the tensors of the files that a model's tensors belong to, each once.
+
+    Adapters of joined layers share one A. The files have it once, and its only part is the first layer's.
+
+    Args:
+        model: The model, or its ModelConfig. Any other module has no joined tensors.
+        names: Names of the model's tensors.
+        stored: Names in the files. Whether they store experts one by one or as stacks is decided by these names.
+            Without them, it is the form that dtrain writes for this family.
+    """
     config = model if isinstance(model, ModelConfig) else getattr(model, "config", None)
     if not isinstance(config, ModelConfig):
         return [FusedWeight(name, (name,)) for name in names]
-    stacked = config.experts is not None and config.experts.is_stacked
+    has_stacks = config.experts is not None and config.experts.is_stacked
     if config.experts is not None and not config.experts.is_transposed:
-        stacked = _are_stacked(stored, stacked)
-    return list(dict.fromkeys(fused for name in names for fused in _joints(config, name, stacked)))
+        has_stacks = _has_expert_stacks(stored, default=has_stacks)
+    unique: dict[FusedWeight, None] = {}  # a set in order of appearance
+    for name in names:
+        unique.update(dict.fromkeys(_fused_weights_of(config, name, has_stacks)))
+    return list(unique)
 
 
-def _are_stacked(stored: Iterable[str], otherwise: bool) -> bool:
-    """Return whether files have experts as stacks; `otherwise` if their names do not say."""
+def _has_expert_stacks(stored: Iterable[str], default: bool) -> bool:
+    """Check whether files store experts as stacks. Returns `default` if no name shows it."""
     for name in stored:
         if name.endswith(".experts.0.down_proj.weight"):
             return False
         if name.endswith(".experts.gate_up_proj"):
             return True
-    return otherwise
+    return default
 
 
-def _joints(config: ModelConfig, name: str, stacked: bool) -> list[FusedWeight]:
+def _fused_weights_of(config: ModelConfig, name: str, has_stacks: bool) -> list[FusedWeight]:
+    """Return the tensors of the files for one tensor of the model: several only if experts are stored one by one."""
     module, _, parameter = name.rpartition(".")
     parent, _, last = module.rpartition(".")
     if last in config.unnamed_modules:
         return [FusedWeight(f"{parent}.{parameter}", (name,))]
-    of_experts = config.experts is not None and parent.endswith(".experts") and not is_adapter(name)
-    if stacked and of_experts:
-        turned, end = (
-            config.experts is not None and config.experts.is_transposed,
-            "_bias" if parameter == "bias" else "",
-        )
-        flags = {"is_interleaved": turned, "is_transposed": turned and not end}
+    experts = config.experts
+    if experts is not None and parent.endswith(".experts") and not is_adapter(name):
+        if not has_stacks:
+            matrices = []
+            for number in range(experts.num_experts):
+                matrices.append(FusedWeight(f"{parent}.{number}.{last}.{parameter}", (name,), number))
+            return matrices
+        suffix = "_bias" if parameter == "bias" else ""
+        is_interleaved = experts.is_transposed
+        is_transposed = experts.is_transposed and not suffix
         if last == "down_proj":
-            return [FusedWeight(f"{module}{end}", (name,), **flags)]
-        pair = tuple(f"{parent}.{role}_proj.{parameter}" for role in ("gate", "up"))
-        return [FusedWeight(f"{parent}.gate_up_proj{end}", pair, dim=1, **flags)]
-    if config.experts is not None and of_experts:
-        numbers = range(config.experts.num_experts)
-        return [FusedWeight(f"{parent}.{number}.{last}.{parameter}", (name,), number) for number in numbers]
-    if (whole := config.file_module(module)) == module:
+            return [
+                FusedWeight(f"{module}{suffix}", (name,), is_interleaved=is_interleaved, is_transposed=is_transposed)
+            ]
+        pair = (f"{parent}.gate_proj.{parameter}", f"{parent}.up_proj.{parameter}")
+        return [
+            FusedWeight(
+                f"{parent}.gate_up_proj{suffix}",
+                pair,
+                dim=1,
+                is_interleaved=is_interleaved,
+                is_transposed=is_transposed,
+            )
+        ]
+    joined_module = config.file_module(module)
+    if joined_module == module:
         return [FusedWeight(name, (name,))]
-    parts = tuple(f"{part}.{parameter}" for part in config.model_modules(whole))
-    return [FusedWeight(f"{whole}.{parameter}", parts[:1] if parameter == "lora_A" else parts)]
+    parts = tuple(f"{part}.{parameter}" for part in config.model_modules(joined_module))
+    if parameter == "lora_A":
+        parts = parts[:1]
+    return [FusedWeight(f"{joined_module}.{parameter}", parts)]
 
 
-def locate_parts(
-    fused: FusedWeight, name: str, shapes: Mapping[str, tuple[int, ...]]
-) -> tuple[tuple[int, ...], dict[str, FileRows]]:
-    """The shape of the tensor that files call `name`, and where the parts of it lie, whose shapes are given."""
+class LocatedParts(NamedTuple):
+    """A tensor of the files, and where the model's tensors are stored in it.
+
+    Attributes:
+        shape: Shape of the tensor in the files.
+        rows: Location of each part, by its name in the model.
+    """
+
+    shape: tuple[int, ...]
+    rows: dict[str, FileRows]
+
+
+def locate_parts(fused: FusedWeight, name: str, shapes: Mapping[str, tuple[int, ...]]) -> LocatedParts:
+    """Return the shape that a tensor of the files must have, and where the model's tensors are stored in it.
+
+    Args:
+        fused: The tensor of the files.
+        name: Its name in these files, if that is not `fused.name`.
+        shapes: Shapes of the model's tensors, by name.
+    """
     first = fused.parts[0]
     if fused.expert is not None:
-        return shapes[first][1:], {first: FileRows(name, expert_names=(name,))}
+        return LocatedParts(shapes[first][1:], {first: FileRows(name, expert_names=(name,))})
     if len(shapes[first]) == 3 and is_adapter(fused.name):
-        inner = {part: adapter_shape_in_file(part, shapes[part]) for part in fused.parts}
-        shape, rows = locate_parts(replace(fused, dim=0), name, inner)
-        experts = shapes[first][0]
-        return shape, {part: ExpertAdapterRows(name, of.start, of.count, experts=experts) for part, of in rows.items()}
-    whole = fused.shape([shapes[part] for part in fused.parts])
+        file_shapes = {part: adapter_shape_in_file(part, shapes[part]) for part in fused.parts}
+        shape, matrix_rows = locate_parts(replace(fused, dim=0), name, file_shapes)
+        num_experts = shapes[first][0]
+        adapter_rows: dict[str, FileRows] = {}
+        for part, rows in matrix_rows.items():
+            adapter_rows[part] = ExpertAdapterRows(name, rows.start, rows.count, experts=num_experts)
+        return LocatedParts(shape, adapter_rows)
+    shape = fused.shape([shapes[part] for part in fused.parts])
     if len(fused.parts) == 1:
-        return whole, {first: FileRows(name, is_transposed=fused.is_transposed)}
+        return LocatedParts(shape, {first: FileRows(name, is_transposed=fused.is_transposed)})
     counts = [shapes[part][fused.dim] for part in fused.parts]
-    starts, step = (
-        (range(len(counts)), len(counts)) if fused.is_interleaved else (accumulate(counts[:-1], initial=0), 1)
-    )
-    rows = {
-        part: FileRows(name, start, count, dim=fused.dim, step=step, is_transposed=fused.is_transposed)
-        for part, start, count in zip(fused.parts, starts, counts, strict=True)
-    }
-    return whole, rows
+    if fused.is_interleaved:
+        starts, step = list(range(len(counts))), len(counts)
+    else:
+        starts, step = list(accumulate(counts[:-1], initial=0)), 1
+    part_rows = {}
+    for part, start, count in zip(fused.parts, starts, counts, strict=True):
+        part_rows[part] = FileRows(name, start, count, dim=fused.dim, step=step, is_transposed=fused.is_transposed)
+    return LocatedParts(shape, part_rows)

@@ -1,18 +1,19 @@
 """Full weights of a model with its adapters merged, one tensor at a time, and the base weights of an adapter.
 
-`full_weights` gives the weights of a model in memory. They are read and not written; only `merge_in_place` changes
-the model.
+`full_weights` describes the weights of a model in memory as `FullWeight`s. A `FullWeight` knows its name, shape and
+dtype at once, and gathers or computes its values only when `read` is called. So a model of any size can be written or
+sent with the memory of one tensor. Only `merge_in_place` changes the model.
 
-`BaseWeights` reads the weights that a run has frozen, on one process, from the files at its model.path: a run's steps
-leave them out. They are read as they were in training, in the dtype that the run computed in or in 4 bits. `RunFacts`
-finds these files by the run's config.yaml, and compares their content with what the run read.
+`BaseWeights` reads weights that a run has frozen, in one process, from the files at its model.path, because a run's
+steps do not contain them. They are read as they were in training: in the dtype of computation or in 4 bits. `RunFacts`
+finds these files by the run's config.yaml, and compares their content with what the run has read.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -44,14 +45,22 @@ from dtrain.models.common.moe import Router
 from dtrain.parallel.placement import to_parameter_device
 from dtrain.parallel.tensor import full_precision_modules
 
-_MOST_RECIPE_ENTRIES = 100_000  # entries, with what aliases repeat
+_MAX_RECIPE_ENTRIES = 100_000  # entries of a config.yaml, counting those that YAML's aliases repeat
 
 
 @dataclass(frozen=True)
 class FullWeight:
-    """A weight of [shape]. names: all that the model knows it by, or the one in a file. dtype: the base's own, or the
-    file's. `read(dtype)` gives it whole, a new tensor or the model's own, on any device; collective: every rank calls
-    it, and otherwise a file's writer alone. exact: it is written in float32 at least."""
+    """A weight that is read only when it is needed.
+
+    Attributes:
+        names: All names of it in the model, or its one name in a file.
+        shape: Its shape.
+        dtype: Dtype in which it is written: the base's own, or that of the file.
+        read: `read(dtype)` returns the full tensor on any device: a new tensor or the model's own.
+        collective: Whether `read` communicates, so that every rank must call it. Otherwise only the rank that writes
+            the file calls it.
+        exact: Whether it is written in float32 or better.
+    """
 
     names: list[str]
     shape: torch.Size
@@ -62,68 +71,101 @@ class FullWeight:
 
     @property
     def nbytes(self) -> int:
+        """Size in bytes."""
         return self.shape.numel() * self.dtype.itemsize
 
     def in_file(self, name: str, dtype: torch.dtype | None) -> "FullWeight":
-        """The tensor `name` of a file, in `dtype`; None: its own."""
-        own = self.dtype if dtype is None or not self.dtype.is_floating_point else widen_exact(dtype, self.exact)
-        return replace(self, names=[name], dtype=own)
+        """Return the weight as the tensor `name` of a file. `dtype` None keeps its dtype, as integers always do."""
+        if dtype is None or not self.dtype.is_floating_point:
+            return replace(self, names=[name])
+        return replace(self, names=[name], dtype=widen_exact(dtype, self.exact))
 
 
 def full_weights(model: nn.Module) -> dict[str, FullWeight]:
-    """Return the weights of `model` by the name of files, in the model's order, each [any shape], tied ones once. No
-    collective; FSDP modules go back to their shards. `read` gathers the weight, in its own dtype where an adapter is
-    merged into it, and the adapter: an all-gather for each that is sharded."""
+    """Return the weights of a model with its adapters merged, by their names in files, in the model's order.
+
+    Tied weights appear once. FSDP modules are resharded.
+
+    Args:
+        model: The model, plain or sharded.
+
+    Collectives:
+        None here. `read` of a sharded weight has one all-gather, and one for each sharded tensor of its adapter.
+    """
     layers = {name: submodule for name, submodule in model.named_modules() if isinstance(submodule, Adapted)}
-    tensors, exact, weights = model_tensors(model), exact_names(model), {}
+    tensors, exact = model_tensors(model), exact_names(model)
+    weights: dict[str, FullWeight] = {}
     for name, names in tensor_aliases(model).items():
         module, _, parameter = name.rpartition(".")
         layer = layers.get(module)
         if is_adapter(name) or (layer is not None and parameter == SCALES):
-            continue
-        if layer is not None and (parameter == CODES or (parameter == "weight" and layer.wrapper is not None)):
-            name = f"{module}.weight"
-            weights[name] = _adapted_weight(layer, name)
+            continue  # part of the weight
+        is_quantized = layer is not None and parameter == CODES
+        has_adapter = layer is not None and parameter == "weight" and layer.wrapper is not None
+        if layer is not None and (is_quantized or has_adapter):
+            weight_name = f"{module}.weight"
+            weights[weight_name] = _adapted_weight(layer, weight_name)
         else:
             tensor = tensors[name]
-            read, is_sharded = partial(_gather_as, tensor), isinstance(tensor, DTensor)
-            weights[name] = FullWeight(names, tensor.shape, tensor.dtype, read, is_sharded, name in exact)
+            weights[name] = FullWeight(
+                names,
+                tensor.shape,
+                tensor.dtype,
+                read=partial(_gather_as, tensor),
+                collective=isinstance(tensor, DTensor),
+                exact=name in exact,
+            )
     return weights_in_files(model, weights)
 
 
 def weights_in_files(model: nn.Module | ModelConfig, weights: Mapping[str, FullWeight]) -> dict[str, FullWeight]:
-    """The weights of `model`, or of one of this ModelConfig, by files' names: joined where these join them, and of a
-    stack the matrices where files have these."""
+    """Turn the weights of a model into those of its files: joined matrices, and experts one by one (`file_rows`).
+
+    Args:
+        model: The model or its ModelConfig.
+        weights: Weights by the model's names.
+
+    Returns:
+        Weights by the files' names.
+    """
     stacks: dict[str, _ExpertStack] = {}
-    whole: dict[str, FullWeight] = {}
+    in_files: dict[str, FullWeight] = {}
     for fused in fused_weights(model, weights):
         first = weights[fused.parts[0]]
         if fused.expert is None:
-            whole[fused.name] = _join_parts(fused, [weights[part] for part in fused.parts])
+            in_files[fused.name] = _join_parts(fused, [weights[part] for part in fused.parts])
         else:
             stack = stacks.setdefault(fused.parts[0], _ExpertStack(first))
             read = partial(stack.matrix, fused.expert)
-            whole[fused.name] = replace(first, names=[fused.name], shape=first.shape[1:], read=read)
-    return whole
+            in_files[fused.name] = replace(first, names=[fused.name], shape=first.shape[1:], read=read)
+    return in_files
 
 
 class _ExpertStack:
-    """Reader of a stack [E, ..] of experts, one matrix at a time: the whole is read at the first, and let go of when
-    each was asked for once."""
+    """Reads the matrices of a stack [E, ..] of experts one by one.
+
+    The stack is read (and gathered) once for all of its matrices, and freed when each of them has been read once.
+    """
 
     def __init__(self, stack: FullWeight):
         self._stack = stack
-        self._whole: dict[torch.dtype, list[Tensor]] = {}  # and once for each matrix that is left
+        self._tensors: dict[torch.dtype, Tensor] = {}
+        self._num_unread: dict[torch.dtype, int] = {}
 
     def matrix(self, number: int, dtype: torch.dtype) -> Tensor:
-        """The matrix of this number."""
-        if not self._whole.get(dtype):
-            self._whole[dtype] = [self._stack.read(dtype)] * self._stack.shape[0]
-        return self._whole[dtype].pop()[number]
+        """Return the matrix of an expert."""
+        if dtype not in self._tensors:
+            self._tensors[dtype] = self._stack.read(dtype)
+            self._num_unread[dtype] = self._stack.shape[0]
+        matrix = self._tensors[dtype][number]
+        self._num_unread[dtype] -= 1
+        if self._num_unread[dtype] == 0:
+            del self._tensors[dtype]
+        return matrix
 
 
 def _join_parts(fused: FusedWeight, parts: list[FullWeight]) -> FullWeight:
-    """Return the weight that joins `parts`. Every rank joins them, those too that do not keep the whole."""
+    """Return the weight of a file that joins parts. Every rank reads all parts, since their `read` may communicate."""
     name = fused.name
     if len(parts) == 1 and not fused.is_transposed:
         return parts[0] if name in parts[0].names else replace(parts[0], names=[name])
@@ -131,13 +173,19 @@ def _join_parts(fused: FusedWeight, parts: list[FullWeight]) -> FullWeight:
     def read(dtype: torch.dtype) -> Tensor:
         return fused.join([part.read(dtype) for part in parts])
 
-    shape = torch.Size(fused.shape([part.shape for part in parts]))
-    is_collective, is_exact = any(part.collective for part in parts), any(part.exact for part in parts)
-    dtype = reduce(torch.promote_types, [part.dtype for part in parts])
-    return FullWeight([name], shape, dtype, read, is_collective, is_exact)
+    return FullWeight(
+        [name],
+        shape=torch.Size(fused.shape([part.shape for part in parts])),
+        dtype=reduce(torch.promote_types, [part.dtype for part in parts]),
+        read=read,
+        collective=any(part.collective for part in parts),
+        exact=any(part.exact for part in parts),
+    )
 
 
 def _adapted_weight(layer: Adapted, name: str) -> FullWeight:
+    """Return the weight of a layer that has an adapter or is stored in 4 bits."""
+
     def read(dtype: torch.dtype) -> Tensor:
         weight = (
             gather_full_tensor(layer.weight) if isinstance(layer, Router) else layer.dense_weight(gather_full_tensor)
@@ -182,46 +230,87 @@ def gather_full_tensor(tensor: Tensor) -> Tensor:
 def merge_adapter(
     weight: Tensor, a: Tensor, b: Tensor, scale: float, magnitude: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """W + s·B·A of W [.., out, in], A [.., r, in] and B [.., out, r], of DoRA each row m / ‖row‖ times that, m [out]:
-    [.., out, in], computed in max(float32, theirs), in PEFT's order, and rounded once, to `dtype`. No collective."""
+    """Compute W + s·B·A, as PEFT does, and round it once.
+
+    With DoRA each row of this is scaled to the norm m.
+
+    Args:
+        weight: W, [.., out, in].
+        a: A, [.., r, in].
+        b: B, [.., out, r].
+        scale: s.
+        magnitude: m of DoRA, [out]. None without DoRA.
+        dtype: Dtype of the result. The computation is in max(float32, the dtypes of `weight` and `a`).
+
+    Returns:
+        [.., out, in].
+
+    Reference:
+        LoRA, arXiv:2106.09685, section 4.1. DoRA, arXiv:2402.09353, equation 5.
+    """
     wide = torch.promote_types(torch.promote_types(weight.dtype, a.dtype), torch.float32)
     merged = weight.to(wide) + (b.to(wide) @ a.to(wide)) * scale
     if magnitude is not None:
-        norms = torch.linalg.norm(merged, dim=1).clamp_(min=torch.finfo(wide).tiny)  # a row of zeros stays one
+        # The smallest number keeps a row of zeros from becoming NaN.
+        norms = torch.linalg.norm(merged, dim=1).clamp_(min=torch.finfo(wide).tiny)
         merged = (magnitude.to(wide) / norms)[:, None] * merged
     return merged.to(dtype)
 
 
 @torch.no_grad()
 def merge_in_place(model: CausalLM) -> bool:
-    """Merge the adapters of `model`, whole on one device, into its weights [.., out, in], and take them out; a merged
-    weight that was in 4 bits is a whole one from here on. Returns whether it had any. No collective."""
+    """Merge the adapters of a model into its weights, and remove them. No collective.
+
+    Weights in 4 bits become floating-point weights.
+
+    Args:
+        model: The model, unsharded on one device.
+
+    Returns:
+        Whether it had adapters.
+    """
     layers = adapted_layers(model)
     for name, layer in layers.items():
         weight = _adapted_weight(layer, name)
-        whole = weight.read(weight.dtype)
+        merged = weight.read(weight.dtype)
         if has_nf4_weight(layer):
-            del layer.weight_storage  # that of its class is left
+            del layer.weight_storage  # the class attribute, for floating-point weights, takes its place
             for parameter in PARTS:
                 del layer._parameters[parameter]
-            layer.weight = nn.Parameter(whole, requires_grad=False)
+            layer.weight = nn.Parameter(merged, requires_grad=False)
         else:
-            layer.weight.copy_(whole)
+            layer.weight.copy_(merged)
     remove_adapters(model)
     model.adapters = None
     return bool(layers)
 
 
 def fold_scale(name: str, tensor: Tensor, rank: int, scale: float) -> Tensor:
-    """A layer's A [r, in] or B [out, r], the parameter `name`, as in an adapter of scale 1 and a rank of r or more: the
-    scale is in B, and zeros fill both up, to [rank, in] and [out, rank]. No collective."""
+    """Return a layer's A or B for an equal adapter of scale 1 and a larger rank.
+
+    The scale is multiplied into B, and both are filled up with zeros.
+
+    Args:
+        name: Name of the parameter, which ends with lora_A or lora_B.
+        tensor: A [r, in] or B [out, r].
+        rank: The new rank, at least r.
+        scale: The layer's scale.
+
+    Returns:
+        A [rank, in] or B [out, rank].
+
+    Example:
+        >>> fold_scale("q_proj.lora_B", torch.tensor([[1.0], [2.0]]), rank=2, scale=3.0)
+        tensor([[3., 0.],
+                [6., 0.]])
+    """
     if name.endswith(".lora_A"):
         return F.pad(tensor, (0, 0, 0, rank - tensor.shape[0]))
     return F.pad(tensor * scale, (0, rank - tensor.shape[1]))
 
 
 def exact_names(model: nn.Module) -> set[str]:
-    """Return the names of parameters and buffers that are stored, and written, in float32 or better."""
+    """Return the names of parameters and buffers that are stored and written in float32 or better."""
     names: set[str] = set()
     for module_name, module in full_precision_modules(model).items():
         tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
@@ -230,22 +319,40 @@ def exact_names(model: nn.Module) -> set[str]:
 
 
 def widen_exact(dtype: torch.dtype, exact: bool) -> torch.dtype:
-    """`dtype`, or where a tensor is `exact` float32 at least."""
+    """Return `dtype`, or at least float32 for a tensor that needs full precision.
+
+    >>> widen_exact(torch.bfloat16, exact=True)
+    torch.float32
+    """
     return torch.promote_types(dtype, torch.float32) if exact else dtype
 
 
 def stored_weight(files: WeightFiles, name: str, dtype: torch.dtype | None = None) -> FullWeight:
-    """The tensor `name` of `files`, to be written in `dtype` or its own."""
+    """Return a tensor of files, to be written in `dtype` or, with None, in its own."""
     stored = files.stored[name]
-    if (own := COPIED_DTYPES.get(stored.kind)) is None:
+    stored_dtype = COPIED_DTYPES.get(stored.kind)
+    if stored_dtype is None:
         raise UserError(f"{files.directory}: {name} is {stored.kind}, which dtrain does not copy")
-    return FullWeight([name], torch.Size(stored.shape), dtype or own, lambda _: files.read(name))
+    return FullWeight([name], torch.Size(stored.shape), dtype or stored_dtype, lambda _: files.read(name))
 
 
 class BaseWeights:
-    """The weights of the model in `files`, by the names of `model`, which is on meta and has no adapters. dtype: that
-    they were held in while they were trained; None for the files' own. in_4_bits: whether the linear layers were, but
-    for those in `whole`, as they always are of a checkpoint that is in 4 bits. UserError where the files do not fit."""
+    """Weights of a model in files, as they were in a run's training. Used in one process.
+
+    Args:
+        model: The model on meta, without adapters.
+        files: The files.
+        dtype: Dtype in which the run stored them. None: that of the files.
+        in_4_bits: Whether the run rounded linear layers to 4 bits. If the files are in 4 bits, it is so anyway.
+        whole: Names of layers that were not rounded.
+
+    Attributes:
+        files: The files.
+        dtype: As the argument.
+
+    Raises:
+        UserError: If the files do not fit the model.
+    """
 
     def __init__(
         self,
@@ -256,91 +363,114 @@ class BaseWeights:
         in_4_bits: bool = False,
         whole: tuple[str, ...] = (),
     ):
-        self.files, self.dtype, self._exact = files, dtype, exact_names(model)
-        own = dtype or getattr(torch, model.config.dtype or "float32")
-        quantized.convert_to_4_bits(model, files.directory, own, nf4=in_4_bits, except_for=whole)
-        self._coded = {
-            f"{name}.weight": (layer, layer.weight_storage)
-            for name, layer in model.named_modules()
-            if nf4.has_nf4_weight(layer)
+        self.files, self.dtype = files, dtype
+        self._exact = exact_names(model)
+        compute_dtype = dtype or getattr(torch, model.config.dtype or "float32")
+        quantized.convert_to_4_bits(model, files.directory, compute_dtype, nf4=in_4_bits, except_for=whole)
+        self._quantized_layers = {
+            f"{name}.weight": layer for name, layer in model.named_modules() if nf4.has_nf4_weight(layer)
         }
         self._sources = {quantized.file_name(name): source for name, source in check_fit(model, files).items()}
 
     def __contains__(self, name: str) -> bool:
-        """Return whether the files have it: a language model's have no head of rewards or classes."""
+        """Check whether the files have a weight. Those of a language model have no head of rewards or classes."""
         return name in self._sources
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """Return the dtype of the files; of weights that they have in 4 bits what these were computed in."""
-        return self.files.stored[self._sources[name].name].dtype or self._coded[name][1].dtype
+        """Return the dtype of a weight in the files; for 4 bits, that of computation."""
+        stored_dtype = self.files.stored[self._sources[name].name].dtype
+        return stored_dtype or self._quantized_layers[name].weight_storage.dtype
 
     def read(self, name: str) -> Tensor:
-        """The weight `name`, whole, [its shape], as it was trained, in a dtype that holds that."""
+        """Read the full weight as it was in training, in a dtype that can represent it."""
         source = self._sources[name]
-        if name in self._coded:
-            layer, held = self._coded[name]
+        layer = self._quantized_layers.get(name)
+        if layer is not None:
             parts = {part: torch.empty_like(layer.get_parameter(part), device="cpu") for part in nf4.PARTS}
-            quantized.fill_codes(self.files, source, *parts.values())
-            return held.dense_weight(parts.__getitem__)
+            quantized.fill_codes(self.files, source, parts[CODES], parts[SCALES])
+            return layer.weight_storage.dense_weight(parts.__getitem__)
         stored = source.read(self.files)
-        return stored if self.dtype is None else stored.to(widen_exact(self.dtype, name in self._exact))
+        if self.dtype is None:
+            return stored
+        return stored.to(widen_exact(self.dtype, name in self._exact))
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """Facts of a run's model from its config.yaml. path: model.path, or of an id the directory in the hub's cache;
-    freezes: whether some of its weights are not trained."""
+    """Facts about a run's model from its config.yaml.
+
+    Attributes:
+        file: The config.yaml, which may be missing.
+        path: `model.path`; for an id on the hub, the directory in the cache.
+        scratch: Whether the run began with random weights.
+        freezes: Whether some weights are not trained.
+        nf4: Whether frozen linear layers are rounded to 4 bits.
+        dtype: Dtype of computation, if the recipe sets one.
+    """
 
     file: Path
     path: Path | None = None
     scratch: bool = False
     freezes: bool = False
     nf4: bool = False
-    dtype: torch.dtype | None = None  # of computation, where the recipe names one
+    dtype: torch.dtype | None = None
 
     @classmethod
     def from_run(cls, run: Path) -> "RunFacts":
-        """Return the facts of the directory `run`, none without a config.yaml. UserError for a damaged one."""
+        """Read the facts of the run in a directory; the defaults without a config.yaml. Raises UserError if damaged."""
         file = run / "config.yaml"
         if not file.is_file():
             return cls(file)
         text = read_text(file)
         try:
-            check_json_size(yaml.load(text, Loader=yaml.BaseLoader), _MOST_RECIPE_ENTRIES)
+            check_json_size(yaml.load(text, Loader=yaml.BaseLoader), _MAX_RECIPE_ENTRIES)
             recipe = OmegaConf.create(text)
-            keys = "model.path", "model.init", "train.dtype", "lora", "train.train_only", "train.freeze"
-            path, init, dtype, lora, *chosen = (  # of an environment that is gone, perhaps
-                OmegaConf.select(recipe, key, throw_on_resolution_failure=False) for key in keys
-            )
+            keys = ("model.path", "model.init", "train.dtype", "lora", "train.train_only", "train.freeze")
+            # A value may refer to an environment variable that is not set now. Then it is None.
+            values = {key: OmegaConf.select(recipe, key, throw_on_resolution_failure=False) for key in keys}
         except (OmegaConfBaseException, yaml.YAMLError, ValueError, RecursionError) as error:
             raise UserError(f"{file}: {str(error) or 'it is nested too deep'}") from error
+        path, lora = values["model.path"], values["lora"]
         model_path = None
-        if path and isinstance(path, str):  # a directory, or the id that it has, or had, in the cache
-            name = path if hub.is_model_id(path) else hub.cached_model_id(Path(path))
+        if path and isinstance(path, str):
             model_path = Path(path)
-            if name is not None and not (model_path / CONFIG).is_file():
-                model_path = hub.cached_model_directory(name) or model_path
-        is_nf4 = isinstance(lora, DictConfig) and lora.get("quantize") == "nf4"
+            # An id on the hub, or the directory that the cache has, or had, for it.
+            hub_id = path if hub.is_model_id(path) else hub.cached_model_id(model_path)
+            if hub_id is not None and not (model_path / CONFIG).is_file():
+                model_path = hub.cached_model_directory(hub_id) or model_path
         return cls(
-            file, model_path, init == "scratch", lora is not None or any(chosen), is_nf4, DTYPES_BY_NAME.get(dtype)
+            file,
+            path=model_path,
+            scratch=values["model.init"] == "scratch",
+            freezes=lora is not None or bool(values["train.train_only"]) or bool(values["train.freeze"]),
+            nf4=isinstance(lora, DictConfig) and lora.get("quantize") == "nf4",
+            dtype=DTYPES_BY_NAME.get(values["train.dtype"]),
         )
 
     def base_directory(self, state: dict[str, Any]) -> Path:
-        """The directory of the run's base, which holds what `state`, of a step, says that it read. Raises UserError."""
+        """Return the directory of the run's base model.
+
+        Args:
+            state: State of a step, which identifies the weights that the run has read.
+
+        Raises:
+            UserError: If no weights or other weights are there.
+        """
         if self.path is None or not has_weights(self.path):
-            fetch = ""
-            if self.path is not None and (name := hub.cached_model_id(self.path)):
-                fetch = f", or run `dtrain download {name}`"
+            hint = ""
+            hub_id = hub.cached_model_id(self.path) if self.path is not None else None
+            if hub_id:
+                hint = f", or run `dtrain download {hub_id}`"
             if self.path is not None and not self.path.is_absolute():
-                fetch += ", or go to the directory that the run was started in, for this path is relative"
+                hint += ", or change to the directory in which the run was started, because this path is relative"
             raise UserError(
-                f"{self.file}: the run's steps hold what it trained alone, and there are no weights at model.path="
-                f"{self.path}, which has the others: put that model there again{fetch}"
+                f"{self.file}: the run's steps contain only the trained weights, and there are no weights at "
+                f"model.path={self.path}, which has the others: put that model there again{hint}"
             )
-        wanted = state.get("identities", {}).get("model.weights")
+        expected = state.get("identities", {}).get("model.weights")
         if (
-            wanted is not None
-            and digest(file_digests(weight_files(self.path), ranks=Ranks(single_process=True))) != wanted
+            expected is not None
+            and digest(file_digests(weight_files(self.path), ranks=Ranks(single_process=True))) != expected
         ):
             raise UserError(
                 f"{self.file}: merging onto a base that differs: the weights at model.path={self.path} are not those "
@@ -349,22 +479,39 @@ class RunFacts:
         return self.path
 
     def training_dtype(self, state: dict[str, Any]) -> torch.dtype | None:
+        """Return the dtype of computation at a step with this state; None if it is unknown."""
         return DTYPES_BY_NAME.get(state.get("dtype", "")) or self.dtype
 
 
-def training_precision_of_base(adapter: Path) -> tuple[bool, torch.dtype | None]:
-    """Return what the adapter in the directory `adapter`, the export of a run around it, was trained beside: whether in
-    4 bits, and in which dtype the run computed. (False, None) of one that lies elsewhere: its base as it is."""
+class BasePrecision(NamedTuple):
+    """How the base of an adapter was stored in training.
+
+    Attributes:
+        in_4_bits: Whether linear layers were rounded to 4 bits.
+        dtype: Dtype of the other weights. None: that of the files.
+    """
+
+    in_4_bits: bool
+    dtype: torch.dtype | None
+
+
+def training_precision_of_base(adapter: Path) -> BasePrecision:
+    """Return how the base of an adapter was stored in training.
+
+    This is known if the adapter's directory is `export/` of a run. Otherwise the base is used as its files are.
+    """
     run = adapter.absolute().parent
     if adapter.absolute().name != "export" or not (run / "config.yaml").is_file():
-        return False, None
+        return BasePrecision(False, None)
     facts, store = RunFacts.from_run(run), CheckpointStore(run / "checkpoints", Ranks(single_process=True))
     step = store.latest()
-    return facts.nf4, facts.training_dtype({} if step is None else store.read_state(step))
+    state = {} if step is None else store.read_state(step)
+    return BasePrecision(facts.nf4, facts.training_dtype(state))
 
 
 def step_of_adapter(adapter: Path) -> Path | None:
-    """The step of a run that has the directory `adapter` as its adapter; None where it lies elsewhere."""
+    """Return the directory of the step to which an adapter's directory belongs; None if it is not in a step."""
     step = adapter.absolute().parent
     has_run = (step.parent.parent / "config.yaml").is_file()
-    return step if adapter.absolute().name == ADAPTER and (step / MANIFEST).is_file() and has_run else None
+    is_in_step = adapter.absolute().name == ADAPTER and (step / MANIFEST).is_file()
+    return step if is_in_step and has_run else None

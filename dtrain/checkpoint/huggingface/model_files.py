@@ -1,4 +1,4 @@
-"""The small files beside a model's weights: config.json, tokenizer, chat template. Imports no torch."""
+"""The small files of a model directory: config.json, tokenizer, chat template. Imports no torch."""
 
 import json
 import re
@@ -24,6 +24,8 @@ def copy_companions(source: Path, target: Path, *, config: bool = False, chat_te
     """Copy the tokenizer's and processor's files of `source` into the directory `target`.
 
     Args:
+        source: The directory to copy from.
+        target: The directory to copy to.
         config: Whether config.json is copied too.
         chat_template: Text of a template that takes the place of the source's own templates. The named ones
             (`additional_chat_templates/`) are then left out as well: `tool_use` would otherwise write conversations
@@ -59,9 +61,14 @@ def _has_chat_template(directory: Path) -> bool:
 def write_companions(
     directory: Path, sources: Iterable[Path], chat_template: str | None, saved_step: Mapping[str, Any] | None
 ) -> None:
-    """Copy the companions of `sources`, a later one's over an earlier's, to a new `directory`; chat_template,
-    saved_step: as
-    `write.write_directory` takes them."""
+    """Copy the files of tokenizers and processors to a new directory.
+
+    Args:
+        directory: The directory.
+        sources: Directories with the files. A later one's replace those of an earlier one.
+        chat_template: As in `copy_companions`.
+        saved_step: As in `write.write_directory`.
+    """
     for source in sources:
         copy_companions(source, directory, chat_template=chat_template)
     if saved_step is not None:
@@ -69,7 +76,7 @@ def write_companions(
 
 
 def read_saved_step(export: Path) -> dict[str, Any]:
-    """{"step", "save"} of an export: its step, and the mark of its save or of the last one before it, if it says so."""
+    """Return {"step", "save"} of an export: its step, and the mark of the last save; {} if it has no such file."""
     try:
         return read_json(export / EXPORT_RECORD)
     except UserError:
@@ -77,81 +84,121 @@ def read_saved_step(export: Path) -> dict[str, Any]:
 
 
 def read_model_config(directory: Path) -> dict[str, Any]:
-    """config.json of a model's directory, as it stands; UserError where there is none."""
+    """Return the content of a model's config.json. Raises UserError if there is none."""
     path = directory / CONFIG
     if not path.is_file():
         raise UserError(f"{directory} has no {CONFIG}: it is no model's directory in Hugging Face format")
     return read_json(path)
 
 
-_OF_IMAGES = re.compile(r"(vision|image|video|audio)_.*")  # the fields of other parts, in a file without a text_config
+_OTHER_PARTS = re.compile(r"(vision|image|video|audio)_.*")  # fields of other parts, in a file without a text_config
 
 
 def has_untrained_parts(config: dict[str, Any]) -> bool:
-    """Return whether such a model has weights that dtrain reads past: a vision tower, its projector."""
+    """Check whether a model with this config.json has parts that dtrain may leave out, such as a vision tower."""
     return _text_tower(config) is not None
 
 
 def text_tower_config(config: dict[str, Any]) -> dict[str, Any]:
-    """The config.json of the text tower alone, for a model that never had the other parts."""
-    flat = {key: value for key, value in config.items() if not _OF_IMAGES.fullmatch(key)}
-    text = dict(config.get("text_config", flat))
+    """Return a config.json for only the text tower of a multimodal model."""
+    if "text_config" in config:
+        text = dict(config["text_config"])
+    else:
+        text = {key: value for key, value in config.items() if not _OTHER_PARTS.fullmatch(key)}
     for key in ("tie_word_embeddings", "dtype", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id"):
         if key in config:
             text.setdefault(key, config[key])
-    kind = text.get("model_type") if "text_config" in config else None
-    kind = kind if architecture_of_model_type(kind) else _text_tower(config)
-    return text | {"architectures": [architecture_of_model_type(kind)], "model_type": kind}
+    model_type = text.get("model_type") if "text_config" in config else None
+    if not architecture_of_model_type(model_type):
+        model_type = _text_tower(config)
+    return text | {"architectures": [architecture_of_model_type(model_type)], "model_type": model_type}
 
 
 def _text_tower(config: dict[str, Any]) -> str | None:
-    """Return the model_type of the text tower, by the architecture; None for a model that is one."""
+    """Return the model_type of the text tower of a multimodal model; None for a text model."""
     names = list(config.get("architectures") or [])
     if "text_config" in config:
         names.append(architecture_of_model_type(config.get("model_type")))
-    towers = [FAMILIES[name].text_tower for name in names if isinstance(name, str) and name in FAMILIES]
-    return next(filter(None, towers), None)
+    for name in names:
+        if isinstance(name, str) and name in FAMILIES and FAMILIES[name].text_tower:
+            return FAMILIES[name].text_tower
+    return None
 
 
 def classifier_config(config: dict[str, Any], architecture: str, labels: int, source: Path) -> dict[str, Any]:
-    """`config` of a model with a head of so many `labels`, for transformers. architecture: of the language model. Where
-    `config` has no pad_token_id, with which transformers reads batches, it is the tokenizer's of `source`, unless that
-    ends texts too."""
+    """Return the config.json of a classifier, for transformers.
+
+    transformers finds the end of each text in a batch by `pad_token_id`. If the config has none, the tokenizer's is
+    added, unless it is also the token that ends texts.
+
+    Args:
+        config: The config.json of the language model.
+        architecture: Architecture of the language model.
+        labels: Number of outputs of the head.
+        source: Directory of the tokenizer.
+    """
     changed: dict[str, Any] = {"architectures": [FAMILIES[architecture].classifier]}
     if len(config.get("id2label") or ()) != labels:
         changed["id2label"] = {str(index): f"LABEL_{index}" for index in range(labels)}
         changed["label2id"] = {f"LABEL_{index}": index for index in range(labels)}
     changed["problem_type"] = "regression" if labels == 1 else "single_label_classification"
     if config.get("pad_token_id") is None:
-        ends = config.get("eos_token_id")
-        if (pad := padding_token(source, ends if isinstance(ends, list) else [ends])) is not None:
+        eos_ids = config.get("eos_token_id")
+        pad = padding_token(source, eos_ids if isinstance(eos_ids, list) else [eos_ids])
+        if pad is not None:
             changed["pad_token_id"] = pad
     return {key: value for key, value in config.items() if key != "num_labels"} | changed
 
 
 def padding_token(directory: Path, eos_ids: Sequence[int | None]) -> int | None:
-    """The id of the padding token, as the tokenizer's small files tell; None where it ends texts, as `eos_ids` do."""
+    """Return the id of the padding token, or None if there is none or it also ends texts.
+
+    Args:
+        directory: Directory of the tokenizer, of which only JSON files are read.
+        eos_ids: Ids of the tokens that end texts.
+    """
     try:
-        named = read_json(directory / "tokenizer_config.json")
+        settings = read_json(directory / "tokenizer_config.json")
         added = read_json(directory / TOKENIZER_FILE, max_bytes=LARGE_FILE_BYTES).get("added_tokens") or []
     except UserError:
         return None
-    tokens = named.get("pad_token"), named.get("eos_token")
-    word, ends = (token.get("content") if isinstance(token, dict) else token for token in tokens)
-    if not word or word == ends:
+    pad_token = _token_text(settings.get("pad_token"))
+    if not pad_token or pad_token == _token_text(settings.get("eos_token")):
         return None
-    ids = (entry["id"] for entry in added if isinstance(entry, dict) and entry.get("content") == word)
-    pad = next(ids, None)
-    return None if pad in eos_ids else pad
+    for entry in added:
+        if isinstance(entry, dict) and entry.get("content") == pad_token:
+            pad_id = entry["id"]
+            return None if pad_id in eos_ids else pad_id
+    return None
+
+
+def _token_text(token: Any) -> Any:
+    """Return the text of a token of tokenizer_config.json, which is a string or an object."""
+    return token.get("content") if isinstance(token, dict) else token
 
 
 def with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """`config`, and the configs inside it, saying that the weights are in `dtype` ("float32"), by the key that they say
-    it with: transformers 4 reads `torch_dtype`, 5 writes `dtype` and reads both."""
-    keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["torch_dtype"]
+    """Set the dtype of the weights in a config.json and in the configs inside of it.
 
-    def replaced(part: dict[str, Any]) -> dict[str, Any]:
-        named = {key: dtype for key in ("dtype", "torch_dtype") if part.get(key) is not None}
-        return part | {key: replaced(value) for key, value in part.items() if isinstance(value, dict)} | named
+    Args:
+        config: Content of config.json. transformers 4 reads `torch_dtype`; 5 writes `dtype` and reads both. The key
+            that the config has is used.
+        dtype: Name of the dtype, such as "float32".
 
-    return replaced(config) | dict.fromkeys(keys, dtype)
+    Example:
+        >>> with_dtype({"dtype": "float32", "text_config": {"dtype": "float32"}}, "bfloat16")
+        {'dtype': 'bfloat16', 'text_config': {'dtype': 'bfloat16'}}
+    """
+    dtype_keys = ("dtype", "torch_dtype")
+
+    def with_replaced_dtypes(part: dict[str, Any]) -> dict[str, Any]:
+        result = dict(part)
+        for key, value in part.items():
+            if isinstance(value, dict):
+                result[key] = with_replaced_dtypes(value)
+            elif key in dtype_keys and value is not None:
+                result[key] = dtype
+        return result
+
+    keys = [key for key in dtype_keys if key in config] or ["torch_dtype"]
+    return with_replaced_dtypes(config) | dict.fromkeys(keys, dtype)

@@ -1,14 +1,21 @@
-"""Weights in 4 bits from files: rounded while they are read, or as bitsandbytes has stored them.
+"""Weights that a model stores in 4 bits (NF4), read from files: rounded while reading, or copied from bitsandbytes.
 
-A file holds a layer's `weight` [out, in] in floats; or, as bitsandbytes writes it, `weight` uint8 [out·in/2, 1] with,
-flat over the blocks of 64, either `weight.absmax` float32, or (double quantization) `weight.absmax` uint8, whose values
-`weight.nested_quant_map` gives, times those of `weight.nested_absmax` by blocks of 256 absmax, plus an offset. The rest
-is JSON in the bytes of `weight.quant_state.bitsandbytes__nf4`.
+A file has a layer's weight [out, in] in one of these forms:
+
+    floats             weight             [out, in]
+    bitsandbytes       weight             uint8 [out·in/2, 1], two codes per byte
+                       weight.absmax      float32 [out·in/64], the scale of each block of 64 weights
+    double-quantized   weight.absmax             uint8 [out·in/64], indices of scales
+                       weight.nested_quant_map   float32 [256], the value of each index
+                       weight.nested_absmax      float32, a factor for each 256 scales
+                       and an offset; scale = nested_quant_map[absmax] · nested_absmax + offset
+
+bitsandbytes stores the other facts (block sizes, shape, offset) as JSON, as the bytes of the tensor
+`weight.quant_state.bitsandbytes__nf4`.
 """
 
 import json
 from collections.abc import Collection, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,73 +33,99 @@ from dtrain.parallel.placement import local_slices, local_tensor
 
 CODES, SCALES = ".weight_codes", ".weight_scales"
 _STATE = "quant_state.bitsandbytes__nf4"
-_NESTED = 256  # absmax that share one of theirs
-_TILE = 2**22  # weights that are in memory at once
+_NESTED = 256  # scales that share a factor
+_TILE = 2**22  # weights that are in memory at once as floats
 
 
 def file_name(name: str) -> str:
-    """The name of the tensor in files that the model holds as `name`: a layer's codes are its weight."""
+    """Return the name in files of a model's tensor: a layer's codes are its weight.
+
+    >>> file_name("q_proj.weight_codes"), file_name("norm.weight")
+    ('q_proj.weight', 'norm.weight')
+    """
     return f"{name.removesuffix(CODES)}.weight" if name.endswith(CODES) else name
 
 
 def weight_shape(name: str, tensor: Tensor) -> tuple[int, ...]:
-    """The shape of the model's tensor `name`, or of the weight that it has the codes of."""
-    return (*tensor.shape[:-1], 2 * tensor.shape[-1]) if name.endswith(CODES) else tuple(tensor.shape)
+    """Return the shape of a model's tensor; for codes, that of the weight: a byte has two codes."""
+    if name.endswith(CODES):
+        return (*tensor.shape[:-1], 2 * tensor.shape[-1])
+    return tuple(tensor.shape)
 
 
 def convert_to_4_bits(
     model: CausalLM, directory: Path, dtype: torch.dtype, *, nf4: bool, except_for: Collection[str] = ()
 ) -> list[str]:
-    """Let layers of `model`, on meta, hold their weights in 4 bits, and return their names in files.
+    """Let layers of a model store their weights in 4 bits. The headers of files are read. No collective.
 
-    Of a checkpoint that bitsandbytes has quantized, whole or in part, they are those of which the files in `directory`
-    hold codes; where no files are, as for a plan, those that config.json does not skip. Of any other checkpoint they
-    are all `nf4_layer_shapes` with `nf4`, and none without. dtype: what they compute in. except_for: names of layers
-    that are trained whole. The headers are read; no collective.
+    If bitsandbytes has quantized the checkpoint, these are the layers of which the files have codes. If there are no
+    files, as for a plan, they are those that config.json does not skip. For any other checkpoint they are all linear
+    layers of `held_by_nf4` with `nf4`, and none without.
+
+    Args:
+        model: The model on meta.
+        directory: Directory of the files.
+        dtype: Dtype in which these layers compute.
+        nf4: Whether weights are rounded to 4 bits if the files have floats.
+        except_for: Names of layers that are trained fully.
+
+    Returns:
+        The names of the layers in files.
     """
-    of_config = (
-        nf4_layer_shapes(model.config) if model.config.unquantized_modules is None else linear_shapes(model.config)
-    )
-    names, skipped = [name for name in of_config if name not in except_for], model.config.unquantized_modules
+    skipped = (
+        model.config.unquantized_modules
+    )  # of a checkpoint of bitsandbytes: layers that it leaves out; None for others
+    candidates = nf4_layer_shapes(model.config) if skipped is None else linear_shapes(model.config)
+    names = [name for name in candidates if name not in except_for]
     if skipped is None:
         names = names if nf4 else []
     elif not has_weights(directory):
         names = [name for name in names if not is_unquantized(skipped, name)]
     else:
         stored = WeightFiles(directory).stored
-        in_files = {name: model.checkpoint_names(f"{name}.weight") for name in names}
-        names = [name for name in names if any(f"{weight}.{_STATE}" in stored for weight in in_files[name])]
+        coded = []
+        for name in names:
+            file_names = model.checkpoint_names(f"{name}.weight")
+            if any(f"{file_name}.{_STATE}" in stored for file_name in file_names):
+                coded.append(name)
+        names = coded
     quantize_weights(model, dtype, names)
     return names
 
 
 def quantization_tensors(files: WeightFiles, weight: str) -> list[str]:
-    """The tensors beside `weight` that bitsandbytes stores of it."""
+    """Return the further tensors that bitsandbytes stores for a weight."""
     parts = ("absmax", "quant_map", "nested_absmax", "nested_quant_map", _STATE)
-    return [name for part in parts if (name := f"{weight}.{part}") in files.stored]
+    names = [f"{weight}.{part}" for part in parts]
+    return [name for name in names if name in files.stored]
 
 
 def stored_mismatches(files: WeightFiles, weight: str, shape: tuple[int, ...]) -> list[str]:
-    """Return what keeps bitsandbytes' `weight`, uint8 in `files`, from being the codes of a weight [out, in]."""
+    """Return the errors of a weight of bitsandbytes.
+
+    Args:
+        files: The files.
+        weight: Name of the weight, uint8 in the files.
+        shape: The shape of the weight, (out, in).
+    """
     state = _state(files, weight)
     if state is None:
         return [f"dtype: {weight} is {files.stored[weight].kind}, and {weight}.{_STATE} does not say how to read it"]
     blocks = shape[0] * shape[1] // BLOCK
-    wanted = {weight: ((blocks * BLOCK // 2, 1), "U8"), f"{weight}.quant_map": ((16,), "F32")}
-    expected = {"quant_type": "nf4", "blocksize": BLOCK, "shape": list(shape)}
+    expected_tensors = {weight: ((blocks * BLOCK // 2, 1), "U8"), f"{weight}.quant_map": ((16,), "F32")}
+    expected_state = {"quant_type": "nf4", "blocksize": BLOCK, "shape": list(shape)}
     if "nested_offset" in state:
-        wanted[f"{weight}.absmax"] = ((blocks,), "U8")
-        wanted[f"{weight}.nested_absmax"] = ((-(-blocks // _NESTED),), "F32")
-        wanted[f"{weight}.nested_quant_map"] = ((256,), "F32")
-        expected["nested_blocksize"] = _NESTED
+        expected_tensors[f"{weight}.absmax"] = ((blocks,), "U8")
+        expected_tensors[f"{weight}.nested_absmax"] = ((-(-blocks // _NESTED),), "F32")  # rounded up
+        expected_tensors[f"{weight}.nested_quant_map"] = ((256,), "F32")
+        expected_state["nested_blocksize"] = _NESTED
     else:
-        wanted[f"{weight}.absmax"] = ((blocks,), "F32")
-    mismatches = [
-        f"shape: {weight} was quantized with {key} {state.get(key)}, dtrain reads {value}"
-        for key, value in expected.items()
-        if state.get(key) != value
-    ]
-    for name, (size, kind) in wanted.items():
+        expected_tensors[f"{weight}.absmax"] = ((blocks,), "F32")
+    mismatches = []
+    for key, value in expected_state.items():
+        if state.get(key) != value:
+            mismatches.append(f"shape: {weight} was quantized with {key} {state.get(key)}, dtrain reads {value}")
+    for name, (size, kind) in expected_tensors.items():
         entry = files.stored.get(name)
         if entry is None:
             mismatches.append(f"missing: {name}")
@@ -105,75 +138,107 @@ def stored_mismatches(files: WeightFiles, weight: str, shape: tuple[int, ...]) -
 
 @torch.no_grad()
 def fill_codes(files: WeightFiles, source: FileRows, codes: Tensor, scales: Tensor) -> None:
-    """Fill what this rank holds of codes uint8 [out, in/2] or [E, out, in/2] and scales int32 [.., in/64] from the rows
-    `source` of a weight in `files`. A tile of the file is in memory at once. No collective. Raises ValueError where it
-    does not hold the same blocks of both."""
+    """Fill this rank's shards of a weight's codes and scales, a tile at a time. No collective.
+
+    Args:
+        files: The files.
+        source: Where the weight is stored.
+        codes: uint8 [out, in/2] or [E, out, in/2], plain or a DTensor.
+        scales: int32 [out, in/64] or [E, out, in/64]: the bits of float32 scales.
+
+    Raises:
+        ValueError: If this rank's shards of the two belong to different blocks.
+    """
     if not local_tensor(codes).numel():
         return
-    (*lead, half), (*same_lead, blocks), weight = local_slices(codes), local_slices(scales), source.name
-    across = slice(2 * half.start, 2 * half.stop)
-    if lead != same_lead or across != slice(BLOCK * blocks.start, BLOCK * blocks.stop):
-        raise ValueError(f"{weight}: this rank holds codes {lead}, {half} and scales {same_lead}, {blocks}")
+    weight = source.name
+    *lead, half = local_slices(codes)  # slices of experts and rows, and of bytes in a row
+    *scale_lead, blocks = local_slices(scales)
+    columns_slice = slice(2 * half.start, 2 * half.stop)
+    if lead != scale_lead or columns_slice != slice(BLOCK * blocks.start, BLOCK * blocks.stop):
+        raise ValueError(f"{weight}: this rank has codes {lead}, {half} and scales {scale_lead}, {blocks}")
     columns = 2 * codes.shape[-1]
-    stored = _Stored(files, weight, columns) if files.stored[weight].kind == "U8" else None
+    stored = _BitsAndBytesWeight(files, weight, columns) if files.stored[weight].kind == "U8" else None
     codes, scales = local_tensor(codes), local_tensor(scales)
-    for part in _tiles(lead, columns):
-        here = tuple(slice(p.start - held.start, p.stop - held.start) for p, held in zip(part, lead, strict=True))
+    for tile in _tiles(lead, columns):
+        # The same tile relative to this rank's shard.
+        local = tuple(
+            slice(part.start - whole.start, part.stop - whole.start) for part, whole in zip(tile, lead, strict=True)
+        )
         if stored is None:
-            size = (place.stop - place.start for place in (*part, across))
-            tile = torch.empty(*size, device=codes.device)
-            source.fill(files, tile, (*part, across))
-            codes[here], scales[here] = quantize(tile)
+            sizes = [part.stop - part.start for part in (*tile, columns_slice)]
+            values = torch.empty(*sizes, device=codes.device)
+            source.fill(files, values, (*tile, columns_slice))
+            codes[local], scales[local] = quantize(values)
         else:
-            (rows,) = source.slices(part)
-            codes[here] = stored.codes(rows)[:, half].to(codes.device)
-            scales[here] = stored.absmax(rows)[:, blocks].view(torch.int32).to(scales.device)
+            (rows,) = source.slices(tile)
+            codes[local] = stored.codes(rows)[:, half].to(codes.device)
+            scales[local] = stored.absmax(rows)[:, blocks].view(torch.int32).to(scales.device)
 
 
 def _tiles(lead: list[slice], columns: int) -> Iterator[tuple[slice, ...]]:
-    """The rows, or the experts and rows, of a weight that are in memory at once: whole matrices where these are small,
-    else rows of one."""
-    *experts, rows = lead
-    height = max(1, min(_TILE // columns, rows.stop - rows.start))
-    for matrices in _steps(experts[0], max(1, _TILE // (columns * (rows.stop - rows.start)))) if experts else [None]:
-        for part in _steps(rows, height):
-            yield (part,) if matrices is None else (matrices, part)
+    """Yield tiles of about `_TILE` weights, as slices of the rows, or of the experts and rows.
+
+    They are several full matrices if these are small, otherwise some rows of one.
+    """
+    rows = lead[-1]
+    num_rows = rows.stop - rows.start
+    height = max(1, min(_TILE // columns, num_rows))
+    if len(lead) == 1:
+        for part in _split(rows, height):
+            yield (part,)
+        return
+    for matrices in _split(lead[0], max(1, _TILE // (columns * num_rows))):
+        for part in _split(rows, height):
+            yield matrices, part
 
 
-def _steps(whole: slice, step: int) -> list[slice]:
+def _split(whole: slice, step: int) -> list[slice]:
     return [slice(start, min(start + step, whole.stop)) for start in range(whole.start, whole.stop, step)]
 
 
-class _Stored:
-    """A matrix of so many columns as bitsandbytes stores it; `second`: of its double quantization, the values [256] of
-    an absmax's byte, the factors and the offset."""
+class _BitsAndBytesWeight:
+    """Reads rows of a matrix that bitsandbytes has quantized.
+
+    Args:
+        files: The files.
+        weight: Name of the weight.
+        columns: Its number of columns.
+    """
 
     def __init__(self, files: WeightFiles, weight: str, columns: int):
         self.files, self.weight, self.columns = files, weight, columns
+        self._double: tuple[Tensor, Tensor, float] | None = None  # of double quantization: values, factors, offset
         offset = (_state(files, weight) or {}).get("nested_offset")
-        nested = [f"{weight}.nested_quant_map", f"{weight}.nested_absmax"]
-        self.second = None if offset is None else (*map(files.read, nested), offset)
+        if offset is not None:
+            values, factors = files.read(f"{weight}.nested_quant_map"), files.read(f"{weight}.nested_absmax")
+            self._double = (values, factors, offset)
 
     def codes(self, rows: slice) -> Tensor:
-        """[rows, columns/2] uint8."""
+        """Read the codes of some rows, uint8 [rows, columns/2]."""
         half = self.columns // 2
-        return self.files.read(self.weight, (slice(rows.start * half, rows.stop * half), slice(0, 1))).view(-1, half)
+        flat = slice(rows.start * half, rows.stop * half)
+        return self.files.read(self.weight, (flat, slice(0, 1))).view(-1, half)
 
     def absmax(self, rows: slice) -> Tensor:
-        """[rows, columns/64] float32."""
+        """Read the scales of some rows, float32 [rows, columns/64]."""
         blocks = self.columns // BLOCK
         flat = slice(rows.start * blocks, rows.stop * blocks)
         absmax = self.files.read(f"{self.weight}.absmax", (flat,))
-        if self.second is not None:
-            values, factors, offset = self.second
+        if self._double is not None:
+            values, factors, offset = self._double
             absmax = values[absmax.int()] * factors[torch.arange(flat.start, flat.stop) // _NESTED] + offset
         return absmax.view(-1, blocks)
 
 
 def _state(files: WeightFiles, weight: str) -> dict[str, Any] | None:
-    """Return bitsandbytes' JSON for `weight`; None where there is none."""
-    state, entry = None, files.stored.get(f"{weight}.{_STATE}")
-    if entry is not None and entry.kind == "U8":
-        with suppress(ValueError):
-            state = json.loads(bytes(files.read(f"{weight}.{_STATE}").flatten().tolist()))
+    """Return bitsandbytes' JSON for a weight; None if there is none."""
+    name = f"{weight}.{_STATE}"
+    entry = files.stored.get(name)
+    if entry is None or entry.kind != "U8":
+        return None
+    try:
+        state = json.loads(bytes(files.read(name).flatten().tolist()))
+    except ValueError:
+        return None
     return state if isinstance(state, dict) else None

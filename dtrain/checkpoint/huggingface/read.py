@@ -1,9 +1,12 @@
-"""Weights in: Hugging Face's safetensors into a model of any placement, each rank reading only what it holds."""
+"""Reading Hugging Face's safetensors into a sharded model. Each rank reads only the slices that it needs.
+
+`check_fit` compares names, shapes and dtypes of the files with those of the model, and returns where each tensor is
+stored. `read_weights` then fills the model tensor by tensor. So a model that does not fit is not changed.
+"""
 
 import re
 from collections.abc import Collection
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from typing import cast
 
@@ -22,44 +25,65 @@ _HEAD_HINT = " (config.json has tie_word_embeddings: false, so the head has weig
 
 
 def read_weights(model: nn.Module, directory: str | Path, kept: Collection[str] = ()) -> None:
-    """Fill the parameters and persistent buffers of `model` from the safetensors files of `directory`.
+    """Fill the parameters and persistent buffers of a model from the safetensors files of a directory.
 
-    model: on CPU or CUDA (not meta), plain tensors or DTensors; `model.checkpoint_names(name)` lists the names that its
-    tensor `name` may have in files, `model.ignored_checkpoint_names` patterns of those that the model has none of. A
-    rank reads the slices that it holds, one tensor at a time, cast to the tensor's dtype: beside its shard it needs the
-    memory of one slice. Weights that the model holds in 4 bits (`adapters.nf4`) are rounded from the files' values
-    in float32, or taken as bitsandbytes has stored them. A tied head is read once. kept: tensors of the model that stay
-    as they are, of which the files need have none. No collective.
+    A rank reads the slices of its shards, one tensor at a time, cast to the tensor's dtype. Next to its shards it needs
+    memory for one slice. Weights that the model stores in 4 bits (`adapters.nf4`) are rounded from the files' values in
+    float32, or copied as bitsandbytes has stored them. A tied head is read once. No collective.
 
-    Raises one UserError that lists all names that are missing or unexpected, all shapes that differ, heads that files
-    have beside an embedding of other values though config.json ties them, and all dtypes other than float64, float32,
-    float16 and bfloat16 (quantized weights); another for damaged files. Nothing is written then.
+    Args:
+        model: The model on CPU or CUDA, with plain tensors or DTensors. `model.checkpoint_names(name)` lists the names
+            that a tensor may have in files. `model.ignored_checkpoint_names` has patterns for tensors of the files that
+            the model does not need.
+        directory: The directory.
+        kept: Names of tensors that keep their values. The files need not have them.
+
+    Raises:
+        UserError: For damaged files. One error that lists all names that are missing or unexpected, all shapes that
+            differ, all heads whose values differ from the embedding to which config.json ties them, and all dtypes
+            other than float64, float32, float16 and bfloat16. Then no tensor has been changed.
     """
     files = WeightFiles(Path(directory))
-    sources, tensors = check_fit(model, files, kept), model_tensors(model)
+    sources = check_fit(model, files, kept)
+    tensors = model_tensors(model)
     for name, source in sources.items():
         local = local_tensor(tensors[name]).detach()
         if local.is_meta:
             raise ValueError(f"{name} is on meta: give the model memory (to_empty) before reading")
         if name.endswith(quantized.CODES):
-            quantized.fill_codes(
-                files, source, tensors[name], tensors[name.removesuffix(quantized.CODES) + quantized.SCALES]
-            )
+            scales = tensors[name.removesuffix(quantized.CODES) + quantized.SCALES]
+            quantized.fill_codes(files, source, tensors[name], scales)
         elif local.numel():
             source.fill(files, local, local_slices(tensors[name]))
 
 
 def check_fit(model: nn.Module, files: WeightFiles, kept: Collection[str] = ()) -> dict[str, FileRows]:
-    """Return the place in `files` of every tensor of `model` (on any device, meta too) but those `kept`; of a weight in
-    4 bits that of its codes. Raises what `read_weights` lists."""
-    names, sources, used = tensor_aliases(model), dict[str, FileRows](), set[str]()
-    missing, mismatches = [], []
-    held = {name: tensor for name, tensor in model_tensors(model).items() if name not in kept}
-    tensors = {name: tensor for name, tensor in held.items() if not is_adapter(name)}
-    shapes = {name: quantized.weight_shape(name, tensor) for name, tensor in tensors.items()}
-    shapes = {name: shape for name, shape in shapes.items() if not name.endswith(quantized.SCALES)}
+    """Compare the files with a model, and return where each of its tensors is stored. Only headers are read.
+
+    Args:
+        model: The model on any device, meta too.
+        files: The files.
+        kept: Names of tensors of the model that the files need not have.
+
+    Returns:
+        The location of each tensor, by its name in the model. Of a weight in 4 bits, that of its codes.
+
+    Raises:
+        UserError: One error that lists everything that does not fit, as in `read_weights`.
+    """
+    names = tensor_aliases(model)
+    shapes = {}  # of the weights that the files must have, by the model's names
+    for name, tensor in model_tensors(model).items():
+        # Adapters are in files of their own. The scales of a weight in 4 bits come with its codes.
+        if name not in kept and not is_adapter(name) and not name.endswith(quantized.SCALES):
+            shapes[name] = quantized.weight_shape(name, tensor)
     config = getattr(model, "config", None)  # any module may be read into
     new = {"score.weight"} if isinstance(config, ModelConfig) and config.has_new_head else set()
+
+    sources: dict[str, FileRows] = {}
+    used: set[str] = set()  # names in the files
+    missing: list[str] = []
+    mismatches: list[str] = []
     for fused in fused_weights(model, shapes, files.stored):
         name = fused.parts[0]
         if name in new:
@@ -70,37 +94,54 @@ def check_fit(model: nn.Module, files: WeightFiles, kept: Collection[str] = ()) 
         if not matches:
             missing.append(f"missing: {known[0]}{_HEAD_HINT if name == 'lm_head.weight' else ''}")
             continue
-        shape, rows = locate_parts(fused, matches[0], shapes)
-        for part, place in rows.items():
-            before = sources.get(part)  # of a stack, whose matrices come one after another
-            sources[part] = (
-                place if before is None else replace(before, expert_names=before.expert_names + place.expert_names)
-            )
-        beside = quantized.quantization_tensors(files, matches[0])
-        used.update(beside)
-        is_codes = name.endswith(quantized.CODES) and len(shapes[name]) == 2  # of experts no files' codes are read
-        mismatches += _mismatches(files, matches[0], shape, is_codes, bool(beside))
-        mismatches += [
-            f"differ: {matches[0]} and {other}, one tensor by config.json; set its tie_word_embeddings to false"
-            for other in matches[1:]
-            if files.tensors_differ(matches[0], other)
-        ]
+        file_name = matches[0]
+        shape, rows = locate_parts(fused, file_name, shapes)
+        for part, location in rows.items():
+            earlier = sources.get(part)
+            if earlier is not None:  # a further expert of a stack whose matrices the files store one by one
+                location = replace(earlier, expert_names=earlier.expert_names + location.expert_names)
+            sources[part] = location
+        quantization = quantized.quantization_tensors(files, file_name)
+        used.update(quantization)
+        # The codes of stacked experts are not read from files: their weights are rounded.
+        is_codes = name.endswith(quantized.CODES) and len(shapes[name]) == 2
+        mismatches += _mismatches(files, file_name, shape, is_codes, bool(quantization))
+        for other in matches[1:]:  # a head that config.json ties to the embedding
+            if files.tensors_differ(file_name, other):
+                mismatches.append(
+                    f"differ: {file_name} and {other}, one tensor by config.json; set its tie_word_embeddings to false"
+                )
+
+    unexpected = []
     patterns = cast(tuple[str, ...], model.ignored_checkpoint_names)
-    left = [name for name in sorted(files.stored.keys() - used) if not is_carried(model, name)]
-    unexpected = [f"unexpected: {name}" for name in left if not any(re.fullmatch(key, name) for key in patterns)]
+    for name in sorted(files.stored.keys() - used):
+        is_ignored = any(re.fullmatch(pattern, name) for pattern in patterns)
+        if not is_carried(model, name) and not is_ignored:
+            unexpected.append(f"unexpected: {name}")
     if missing or mismatches or unexpected:
-        head = f"{files.directory}: the weights do not fit the model that config.json describes:"
-        kinds = (limit_problems(problems, name_kind=True) for problems in (missing, mismatches, unexpected))
-        raise UserError("\n  ".join([head, *chain.from_iterable(kinds)]))
+        lines = [f"{files.directory}: the weights do not fit the model that config.json describes:"]
+        for problems in (missing, mismatches, unexpected):
+            lines += limit_problems(problems, name_kind=True)
+        raise UserError("\n  ".join(lines))
     return sources
 
 
-def _mismatches(files: WeightFiles, name: str, shape: tuple[int, ...], is_codes: bool, has_beside: bool) -> list[str]:
-    """Return what keeps tensor `name` of `files` from being one of this shape, or from giving its codes."""
+def _mismatches(
+    files: WeightFiles, name: str, shape: tuple[int, ...], is_codes: bool, has_quantization: bool
+) -> list[str]:
+    """Return the errors of a tensor of the files.
+
+    Args:
+        files: The files.
+        name: Name of the tensor.
+        shape: The shape that it must have.
+        is_codes: Whether the model stores this weight in 4 bits.
+        has_quantization: Whether the files have bitsandbytes' tensors for it.
+    """
     stored = files.stored[name]
     if is_codes and stored.kind == "U8":
         return quantized.stored_mismatches(files, name, shape)
-    if has_beside and not is_codes:
+    if has_quantization and not is_codes:
         return [
             f"dtype: {name} is {stored.kind}, codes of 4 bits; they are read where config.json has bitsandbytes' "
             "quantization_config, for layers that are not trained whole"
@@ -114,13 +155,20 @@ def _mismatches(files: WeightFiles, name: str, shape: tuple[int, ...], is_codes:
 
 
 def candidate_names(model: nn.Module, names: list[str]) -> list[str]:
-    """The names under which files may hold a tensor that the model knows by `names`, the likeliest first."""
-    # nn.Module's stub has a Tensor or a Module for every attribute.
-    candidates = (model.checkpoint_names(name) for name in names)  # type: ignore[operator]
-    return list(dict.fromkeys(chain.from_iterable(candidates)))
+    """Return the names that a tensor may have in files, the usual one first.
+
+    Args:
+        model: The model.
+        names: All names of the tensor in the model.
+    """
+    candidates: dict[str, None] = {}  # a set in order of appearance
+    for name in names:
+        # nn.Module's stub has a Tensor or a Module for every attribute.
+        candidates.update(dict.fromkeys(model.checkpoint_names(name)))  # type: ignore[operator]
+    return list(candidates)
 
 
 def is_carried(model: nn.Module, name: str) -> bool:
-    """Return whether a tensor of the files is of a part that dtrain does not train, and that an export has as it is."""
+    """Check whether a tensor of the files is of a part that dtrain does not train, and that exports copy."""
     patterns: tuple[str, ...] = getattr(model, "carried_checkpoint_names", ())
     return any(re.fullmatch(pattern, name) for pattern in patterns)

@@ -1,7 +1,12 @@
-"""Weights out: a directory that transformers loads, from plain tensors or DTensors, and never the model on one rank.
+"""Writing a model directory that transformers loads, from plain tensors or DTensors, without a full model on a rank.
 
-Files are shared out over the ranks. All ranks gather one tensor at a time for each rank that writes, then the writers
-write at once; a rank holds its shard, the tensor in transit and the one that it writes.
+Files are distributed over the ranks. For 3 files on 2 ranks, with the tensors a1, a2 in the first file and so on:
+
+    round 1    all ranks gather a1 (kept by rank 0), then b1 (kept by rank 1); both write
+               all ranks gather a2 (kept by rank 0), then b2 (kept by rank 1); both write
+    round 2    all ranks gather c1 (kept by rank 0); rank 0 writes
+
+So a rank needs memory for its shards, the tensor that is being gathered, and the one that it writes.
 """
 
 import ctypes
@@ -55,32 +60,54 @@ def write_directory(
     tower_in_files: bool = False,
     ranks: Ranks | None = None,
 ) -> None:
-    """Write `model` to the directory `out` in Hugging Face's layout: safetensors of at most `max_shard_bytes` (with an
-    index where there are several), config.json, generation_config.json, tokenizer and chat template, an adapter merged.
+    """Write a model in Hugging Face's layout, with its adapters merged.
 
-    source: the directory that the model came from: config.json and the small files are copied from it, and the weights
-    that dtrain does not train (a vision tower), under their own names; where it has none the text tower is written as a
-    model of its own. dtype: of the floating tensors that the model holds; None keeps theirs. chat_template: the one
-    trained with, where it is not the source's. saved_step: the step that this is and its save's mark, for
-    `model_files.held_by`. tower_in_files: what of a vision tower is frozen is copied from `source` too. Collective: one
-    all-gather per sharded tensor. `out` appears whole or not at all; one that is there and not empty is a UserError, or
-    with `replace` gives way when the new one is whole."""
+    The directory has safetensors (with an index if there are several files), config.json, generation_config.json, the
+    tokenizer and the chat template. It appears when it is complete.
+
+    Args:
+        model: The model, plain or sharded.
+        out: The new directory.
+        source: The directory that the model came from. config.json, the small files, and weights that dtrain does not
+            train (such as a vision tower) are copied from there. If it does not have such weights, the text tower is
+            written as a model of its own.
+        dtype: Dtype of the model's floating tensors. None keeps theirs.
+        max_shard_bytes: Largest size of a file. A larger tensor gets a file to itself.
+        chat_template: Text of the chat template of the training, if it is not the source's.
+        saved_step: {"step", "save"}: the step, and the mark of its save, for `model_files.read_saved_step`.
+        replace: Replace `out` when the new directory is complete. Otherwise it must be missing or empty.
+        tower_in_files: Copy the frozen part of a vision tower from `source` too.
+        ranks: The ranks that write. None: all ranks.
+
+    Raises:
+        UserError: If `out` cannot be written, or is not empty without `replace`.
+
+    Collectives:
+        One all-gather per sharded tensor.
+    """
     ranks, out, source = ranks or Ranks(), Path(out), Path(source)
     config = getattr(model, "config", None)
     has_tower = isinstance(config, ModelConfig) and config.vision is not None
     layout = ranks.run_on_all(lambda: layout_of(source, has_tower=has_tower))
-    kept = _frozen_of_tower(model) if tower_in_files else set()
-    entries = [layout.entry(model, weight, dtype, kept) for weight in full_weights(model).values()]
+    from_source = _frozen_tower_tensors(model) if tower_in_files else set()
+    entries = [layout.entry(model, weight, dtype, from_source) for weight in full_weights(model).values()]
     layout = dataclasses.replace(layout, chat_template=chat_template, saved_step=saved_step)
     write_entries(model, entries, layout, out, max_shard_bytes=max_shard_bytes, replace=replace, ranks=ranks)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout of a directory like `source`: its config.json, the names its files use, what is copied from it.
-    chat_template, saved_step: as `write_directory` takes them. companions: directories whose tokenizer and template
-    take the
-    place of the source's. has_tower: whether the model is built with its vision tower."""
+    """Layout of the directory to write, which follows that of a source directory.
+
+    Attributes:
+        source: The source directory.
+        config: Content of its config.json.
+        files: Its weights, or None if it has none.
+        chat_template: As in `write_directory`.
+        saved_step: As in `write_directory`.
+        companions: Directories whose tokenizer and template replace the source's.
+        has_tower: Whether the model was built with its vision tower.
+    """
 
     source: Path
     config: dict[str, Any]
@@ -92,45 +119,66 @@ class Layout:
 
     @property
     def is_text_tower_only(self) -> bool:
-        """Return whether the model has parts of which there are no weights."""
+        """Whether only the text tower of a multimodal model is written, because there are no other weights."""
         return has_untrained_parts(self.config) and self.files is None and not self.has_tower
 
     def name(self, model: nn.Module, names: list[str]) -> str:
-        """The name in the files of the tensor that `model` knows by `names`: the source's own word for it."""
+        """Return the name of a tensor in the files: the one that the source uses.
+
+        Args:
+            model: The model.
+            names: All names of the tensor in the model.
+        """
         if self.is_text_tower_only:
             return cast(str, model.text_name(names[0]))  # type: ignore[operator]  # of a `TextTower`
         candidates = candidate_names(model, names)
         if self.files is not None:
-            candidates = [name for name in candidates if name in self.files.stored] or candidates
+            for candidate in candidates:
+                if candidate in self.files.stored:
+                    return candidate
         return candidates[0]
 
     def entry(
-        self, model: nn.Module, weight: FullWeight, dtype: torch.dtype | None, kept: Collection[str] = ()
+        self, model: nn.Module, weight: FullWeight, dtype: torch.dtype | None, from_source: Collection[str] = ()
     ) -> FullWeight:
-        """Return what is written of a `weight` of `model`, in `dtype` or its own; of those named in `kept` what the
-        source's files have."""
+        """Return the tensor of the files for a weight of the model.
+
+        Args:
+            model: The model.
+            weight: The weight, by its names in the model.
+            dtype: Dtype of the tensor. None keeps the weight's.
+            from_source: Names of weights that are copied from the source's files.
+        """
         name = self.name(model, weight.names)
-        if self.files is not None and name in self.files.stored and weight.names[0] in kept:
+        if self.files is not None and name in self.files.stored and weight.names[0] in from_source:
             return stored_weight(self.files, name)
         return weight.in_file(name, dtype)
 
 
 def layout_of(source: Path, weights: Path | None = None, *, has_tower: bool = False) -> Layout:
-    """The layout that `source`, a model's directory, asks for, with the weights of the directory `weights` (default:
-    the same), where it has some. What is written is in no 4 bits, whatever the source is. has_tower: as of `Layout`."""
+    """Read the layout of a model's directory.
+
+    Args:
+        source: The directory.
+        weights: Directory of its weights, which may have none. None: `source`.
+        has_tower: As in `Layout`.
+    """
     weights = weights or source
-    config = {key: value for key, value in read_model_config(source).items() if key != "quantization_config"}
-    return Layout(source, config, WeightFiles(weights) if has_weights(weights) else None, has_tower=has_tower)
+    config = read_model_config(source)
+    config.pop("quantization_config", None)  # weights are written as floats, also if the source has 4 bits
+    files = WeightFiles(weights) if has_weights(weights) else None
+    return Layout(source, config, files, has_tower=has_tower)
 
 
-def _frozen_of_tower(model: nn.Module) -> set[str]:
-    """Return the names of the tensors of the vision tower that no training changes."""
+def _frozen_tower_tensors(model: nn.Module) -> set[str]:
+    """Return the names of the vision tower's tensors that training does not change."""
     adapted = adapted_layers(model)
-    return {
-        name
-        for name, tensor in model_tensors(model).items()
-        if is_in_vision_tower(name) and not tensor.requires_grad and name.rpartition(".")[0] not in adapted
-    }
+    names = set()
+    for name, tensor in model_tensors(model).items():
+        has_adapter = name.rpartition(".")[0] in adapted
+        if is_in_vision_tower(name) and not tensor.requires_grad and not has_adapter:
+            names.add(name)
+    return names
 
 
 def write_entries(
@@ -143,24 +191,40 @@ def write_entries(
     replace: bool = False,
     ranks: Ranks,
 ) -> None:
-    """Write `entries`, what is trained of `model`, and what is copied, to `out`, or where it leads as a symbolic link.
-    Collective; see `write_directory`."""
-    sizes: Counter[torch.dtype] = Counter()
+    """Write the tensors of a model, and those that are copied from the source. See `write_directory`.
+
+    Args:
+        model: The model.
+        entries: Its tensors by their names in the files.
+        layout: Layout of the directory.
+        out: The directory, or a symbolic link to it.
+        max_shard_bytes: As in `write_directory`, like `replace`.
+        replace: As in `write_directory`.
+        ranks: The ranks that write.
+    """
+    num_elements: Counter[torch.dtype] = Counter()
     for entry in entries:
-        sizes[entry.dtype] += entry.shape.numel()
-    known = set(DTYPES.values())
-    if foreign := sizes.keys() - known:
-        raise UserError(f"safetensors are written in {sorted(map(str, known))}, not {sorted(map(str, foreign))}")
-    copied: list[FullWeight] = []  # as it is in the source, for `model` has no part in it
+        num_elements[entry.dtype] += entry.shape.numel()
+    supported = set(DTYPES.values())
+    unsupported = num_elements.keys() - supported
+    if unsupported:
+        raise UserError(
+            f"safetensors are written in {sorted(map(str, supported))}, not {sorted(map(str, unsupported))}"
+        )
+    copied: list[FullWeight] = []
     if layout.files is not None:
         copied = [stored_weight(layout.files, name) for name in layout.files.stored if is_carried(model, name)]
-    files = _files([*entries, *copied], max_shard_bytes)
-    dtype = sizes.most_common(1)[0][0]
-    described = getattr(model, "config", None)
-    if isinstance(described, ModelConfig) and described.num_labels is not None:
-        config = classifier_config(layout.config, described.architecture, described.num_labels, layout.source)
+    files = _split_into_files([*entries, *copied], max_shard_bytes)
+    config_dtype = num_elements.most_common(1)[0][0]
+    model_config = getattr(model, "config", None)
+    if isinstance(model_config, ModelConfig) and model_config.num_labels is not None:
+        config = classifier_config(layout.config, model_config.architecture, model_config.num_labels, layout.source)
         layout = dataclasses.replace(layout, config=config)
-    write_files(files, lambda new: _finish(new, files, layout, dtype), resolve_links(out), replace=replace, ranks=ranks)
+
+    def finish(new: Path) -> None:
+        _write_small_files(new, files, layout, config_dtype)
+
+    write_files(files, finish, resolve_links(out), replace=replace, ranks=ranks)
 
 
 def write_files(
@@ -171,8 +235,21 @@ def write_files(
     replace: bool = False,
     ranks: Ranks,
 ) -> None:
-    """Write safetensors `files`, by name, and what rank 0's `finish` puts beside them, to the directory `out`, which
-    appears whole or not at all. Collective; `replace` as of `write_directory`."""
+    """Write a directory of safetensors files, which appears when it is complete.
+
+    Args:
+        files: The tensors of each file, by its name.
+        finish: Writes further files into the directory, on rank 0.
+        out: The directory.
+        replace: As in `write_directory`.
+        ranks: The ranks that write.
+
+    Raises:
+        UserError: If the directory cannot be written, or is not empty without `replace`.
+
+    Collectives:
+        Those of the tensors' `read`, and a broadcast or all-gather of objects per step.
+    """
     partial = staging_path(out)
 
     def begin() -> None:
@@ -191,7 +268,7 @@ def write_files(
     ranks.run_on_first(begin)
     try:
         for start in range(0, len(files), ranks.size):
-            _write_side_by_side(list(files.items())[start : start + ranks.size], partial, ranks)
+            _write_one_file_per_rank(list(files.items())[start : start + ranks.size], partial, ranks)
         ranks.run_on_first(end)
     except UserError:
         if ranks.is_first:
@@ -199,53 +276,75 @@ def write_files(
         raise
 
 
-def _files(entries: Iterable[FullWeight], max_bytes: int) -> dict[str, list[FullWeight]]:
-    """Entries in order, by file, cut where one would grow beyond `max_bytes`; a larger tensor has a file to itself."""
+def _split_into_files(entries: Iterable[FullWeight], max_bytes: int) -> dict[str, list[FullWeight]]:
+    """Distribute tensors over files of at most `max_bytes`, in order. A larger tensor gets a file to itself."""
     shards: list[list[FullWeight]] = [[]]
     for entry in entries:
         if shards[-1] and sum(other.nbytes for other in shards[-1]) + entry.nbytes > max_bytes:
             shards.append([])
         shards[-1].append(entry)
     count = len(shards)
+    if count == 1:
+        return {WEIGHTS: shards[0]}
     names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
-    return dict(zip(names, shards, strict=True)) if count > 1 else {WEIGHTS: shards[0]}
+    return dict(zip(names, shards, strict=True))
 
 
-def _write_side_by_side(files: list[tuple[str, Sequence[FullWeight]]], directory: Path, ranks: Ranks) -> None:
-    """Write one file per rank: entry by entry, all ranks gather for every writer, then the writers write."""
-    name, mine = files[ranks.rank] if ranks.rank < len(files) else ("", [])
-    file = SafetensorsFile(directory / name, mine) if name else None
+def _write_one_file_per_rank(files: list[tuple[str, Sequence[FullWeight]]], directory: Path, ranks: Ranks) -> None:
+    """Write at most one file per rank. All ranks gather one tensor for every writer, then the writers write them."""
+    own_name, own_entries = files[ranks.rank] if ranks.rank < len(files) else ("", [])
+    file = SafetensorsFile(directory / own_name, own_entries) if own_name else None
     for position in range(max(len(entries) for _, entries in files)):
-        kept = None
+        own_tensor = None
         for writer, (_, entries) in enumerate(files):
             if position < len(entries) and entries[position].collective:
                 tensor = entries[position].read(entries[position].dtype)
-                kept = tensor if writer == ranks.rank else kept
-        if file is not None and position < len(mine):
-            file.add(mine[position], kept)
+                if writer == ranks.rank:
+                    own_tensor = tensor
+        if file is not None and position < len(own_entries):
+            file.add(own_entries[position], own_tensor)
     ranks.gather_results(file.close if file is not None else lambda: None)
 
 
 class SafetensorsFile:
-    """A safetensors file written tensor by tensor. An error of the disk waits for `close`: the other ranks go on
-    gathering meanwhile, and would hang without this one."""
+    """A safetensors file that is written tensor by tensor.
+
+    An error of the disk is raised only by `close`. Until then this rank must take part in gathering the tensors of the
+    other ranks, which would hang without it.
+
+    Args:
+        path: The file.
+        entries: Its tensors, in the order in which `add` writes them.
+    """
 
     def __init__(self, path: Path, entries: Sequence[FullWeight]):
         self.path = path
         self._failure: OSError | UserError | None = None
         self._stream: IO[bytes] | None = None
         header: dict = {"__metadata__": {"format": "pt"}}
-        end = 0
+        start = 0
         for entry in entries:
-            offsets = [end, end := end + entry.nbytes]
-            header[entry.names[0]] = {"dtype": _KINDS[entry.dtype], "shape": [*entry.shape], "data_offsets": offsets}
+            end = start + entry.nbytes
+            header[entry.names[0]] = {
+                "dtype": _KINDS[entry.dtype],
+                "shape": list(entry.shape),
+                "data_offsets": [start, end],
+            }
+            start = end
         text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
+        text += b" " * (-len(text) % 8)  # the data must begin at a multiple of 8 bytes
         self._write(len(text).to_bytes(8, "little") + text)
 
     def add(self, entry: FullWeight, tensor: Tensor | None) -> None:
-        """tensor: [entry.shape], what was gathered of it; None where it is this rank's alone to read."""
-        if tensor is None and (tensor := self._attempt(lambda: entry.read(entry.dtype))) is None:
+        """Write the next tensor.
+
+        Args:
+            entry: The tensor.
+            tensor: Its values, if they were gathered. None: they are read here.
+        """
+        if tensor is None:
+            tensor = self._attempt(lambda: entry.read(entry.dtype))
+        if tensor is None:  # after a failure
             return
         tensor = tensor.to(device="cpu", dtype=entry.dtype).contiguous()
         if tuple(tensor.shape) != entry.shape:
@@ -254,7 +353,7 @@ class SafetensorsFile:
         self._write((ctypes.c_char * entry.nbytes).from_address(tensor.data_ptr()) if entry.nbytes else b"")
 
     def close(self) -> None:
-        """Sync and close; raises the first error that the disk gave."""
+        """Sync and close the file. Raises UserError for the first error of the disk."""
         if self._stream is not None:
             with self._stream as stream:
                 if self._failure is None:
@@ -263,7 +362,7 @@ class SafetensorsFile:
             raise UserError(f"{self.path}: {describe_error(self._failure)}") from self._failure
 
     def _attempt(self, act: Callable[[], T]) -> T | None:
-        """The result of `act`; None after a failure, of `act` or before."""
+        """Return the result of `act`, or None after a failure of `act` or before."""
         if self._failure is None:
             try:
                 return act()
@@ -275,17 +374,25 @@ class SafetensorsFile:
         def write() -> None:
             self._stream = self._stream or self.path.open("wb", buffering=0)
             view = memoryview(data).cast("B")
-            while view:  # the system may take less than it is given, 2 GiB at most
-                view = view[self._stream.write(view) :]
+            while view:  # one call may write only a part, at most 2 GiB
+                num_written = self._stream.write(view)
+                view = view[num_written:]
 
         self._attempt(write)
 
 
-def _finish(partial: Path, files: Mapping[str, list[FullWeight]], layout: Layout, dtype: torch.dtype) -> None:
+def _write_small_files(
+    partial: Path, files: Mapping[str, list[FullWeight]], layout: Layout, dtype: torch.dtype
+) -> None:
+    """Write the index, config.json and the files of the tokenizer."""
     if len(files) > 1:
-        places = {entry.names[0]: name for name, entries in files.items() for entry in entries}
-        size = sum(entry.nbytes for entries in files.values() for entry in entries)
-        index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}
+        file_names: dict[str, str] = {}  # of each tensor
+        total_size = 0
+        for name, entries in files.items():
+            for entry in entries:
+                file_names[entry.names[0]] = name
+                total_size += entry.nbytes
+        index = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(file_names.items()))}
         write_synced(partial / WEIGHTS_INDEX, json.dumps(index, indent=2) + "\n")
     config = text_tower_config(layout.config) if layout.is_text_tower_only else layout.config
     config = with_dtype(config, str(dtype).removeprefix("torch."))

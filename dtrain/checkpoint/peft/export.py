@@ -1,4 +1,11 @@
-"""An adapter's directory for others: alone, folded, or merged into its base. On one process, tensor by tensor."""
+"""An adapter's directory, to be copied, folded or merged by `dtrain export`. In one process, tensor by tensor.
+
+A layer with an adapter computes (W + s · B · A) · x. Three forms of the same adapter:
+
+    copied    A, B, and s from lora_alpha and r, as the file has them
+    folded    A, s · B, and a scale of 1, for programs that ignore some of PEFT's fields (rsLoRA, patterns)
+    merged    W + s · B · A
+"""
 
 import json
 from collections.abc import Callable
@@ -28,17 +35,33 @@ from dtrain.models.common.decoder import CausalLM
 
 
 class StoredAdapter:
-    """The adapter in `directory`. model: of its base, on meta. Raises UserError for one that does not fit that.
-    adapted: the layers that have one. whole: the linear layers that are trained whole, by their names in files.
-    parameters: the shapes of the model's own, by name."""
+    """An adapter in PEFT's layout, compared with the model of its base. Weights are read on request.
+
+    Args:
+        directory: The adapter's directory.
+        model: The model of its base on meta.
+
+    Attributes:
+        directory: The adapter's directory.
+        model: The model of its base.
+        config: The adapter's config.
+        adapted: Rank and scale of each adapted layer, by its name in files.
+        whole: Names of the linear layers that are trained fully, in files.
+        parameters: Shapes of the model's parameters, by name.
+        files: The adapter's tensors.
+
+    Raises:
+        UserError: If the adapter does not fit the model.
+    """
 
     def __init__(self, directory: Path, model: CausalLM):
-        self.directory, self.model, self.config = directory, model, read_adapter_config(directory)
+        self.directory, self.model = directory, model
+        self.config = read_adapter_config(directory)
         self.adapted = self.config.select_layers(adaptable_shapes(model.config))
         self.whole = tuple(self.config.select_saved_modules(linear_shapes(model.config)))
         self.parameters = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-        wanted = adapter_shapes(self.config, model.config, self.parameters)
-        self.files = adapter_weights(directory, wanted, model.config)
+        expected_shapes = adapter_shapes(self.config, model.config, self.parameters)
+        self.files = adapter_weights(directory, expected_shapes, model.config)
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -46,22 +69,31 @@ class StoredAdapter:
         shapes = dict(self.parameters)
         for name, layer in self.adapted.items():
             for part in self.model.config.model_modules(name):
-                own = adapter_parameter_shapes(self.parameters[f"{part}.weight"], layer.rank, dora=True)
-                shapes |= {f"{part}.{parameter}": shape for parameter, shape in own.items()}
+                adapter_parts = adapter_parameter_shapes(self.parameters[f"{part}.weight"], layer.rank, dora=True)
+                for parameter, shape in adapter_parts.items():
+                    shapes[f"{part}.{parameter}"] = shape
         return shapes
 
     def read(self, name: str) -> Tensor:
-        """The parameter that the model calls `name`, [its shape], as it is stored; an A that several share too."""
+        """Read a parameter by its name in the model, in its stored dtype."""
         (fused,) = fused_weights(self.model, [name])
-        rows = locate_parts(fused, self._outer(name)[0], self.shapes)[1]
-        return rows.get(name, rows[fused.parts[0]]).read(self.files)
+        rows = locate_parts(fused, self._peft_names(name)[0], self.shapes).rows
+        # Layers that the files join share one A, which is stored under the first layer's name.
+        location = rows[name] if name in rows else rows[fused.parts[0]]
+        return location.read(self.files)
 
     def saves(self, name: str) -> bool:
-        """Return whether the model's parameter of this name is trained whole."""
-        return bool(self._outer(name))
+        """Check whether the adapter has a parameter of the model itself, which is trained fully."""
+        return bool(self._peft_names(name))
 
     def merged(self, name: str, base: Callable[[], Tensor], dtype: torch.dtype) -> Tensor:
-        """The model's parameter `name`, [its shape], in `dtype`, from what reads the base's."""
+        """Compute a parameter of the model with the adapter merged.
+
+        Args:
+            name: Name of the parameter in the model.
+            base: Reads the base's parameter.
+            dtype: Dtype of the result.
+        """
         module, _, parameter = name.rpartition(".")
         if self.saves(name):
             return self.read(name).to(dtype)
@@ -73,76 +105,95 @@ class StoredAdapter:
         return merge_adapter(base(), a, b, layer.scale, magnitude, dtype)
 
     def copy(self, out: Path, companions: list[Path], dtype: torch.dtype | None) -> None:
-        """Write it to the directory `out` as it is, in `dtype` or its own.
+        """Write the adapter as it is.
 
-        Raises UserError if PEFT would misread it.
+        Args:
+            out: The new directory.
+            companions: Directories whose tokenizer and template are copied. A later one's files replace those of an
+                earlier one.
+            dtype: Dtype of the tensors. None keeps theirs.
+
+        Raises:
+            UserError: If PEFT would misread the adapter.
         """
-        if problem := misread_problem(self.config, self.model.config):
+        problem = misread_problem(self.config, self.model.config)
+        if problem:
             raise UserError(f"--adapter: {problem}. Export it --merged")
         entries = [stored_weight(self.files, name, dtype) for name in self.files.stored]
         fields = read_json(self.directory / ADAPTER_CONFIG)
-        fields |= {BASE: self._base} if BASE in fields else {}
+        if BASE in fields:
+            fields[BASE] = self._base
         text = json.dumps(fields, indent=2) + "\n"
         _write(out, entries, lambda new: atomic_write_text(new / ADAPTER_CONFIG, text), companions)
 
     def fold(self, out: Path, companions: list[Path], dtype: torch.dtype | None) -> None:
-        """Write the adapter to `out` that is the same to a reader of r and lora_alpha alone: the scale is multiplied
-        into B, lora_alpha is r, and all ranks are the largest, by zeros. UserError where that cannot be."""
+        """Write an equal adapter for programs that only read r and lora_alpha.
+
+        The scale is multiplied into B, lora_alpha is r, and all layers get the largest rank, filled up with zeros.
+        Arguments are those of `copy`.
+
+        Raises:
+            UserError: If plain LoRA has no equal adapter.
+        """
         self.refuse_more_than_lora("--folded")
         rank = max(layer.rank for layer in self.adapted.values())
         names = tuple(self.adapted)
         config = AdapterConfig(rank=rank, alpha=rank, dropout=self.config.dropout, target=names)
         form = AdapterFiles(config, self.model.config, self._base)
-        sizes: TensorSpecs = {}
-        for name in (f"{module}.{part}" for module in names for part in ("lora_A", "lora_B")):
-            stored = self.files.stored[self._outer(name)[0]]
-            sizes[name] = self.padded_shape(name, rank), torch.promote_types(DTYPES[stored.kind], torch.float32)
+        specs: TensorSpecs = {}
+        for module in names:
+            for part in ("lora_A", "lora_B"):
+                name = f"{module}.{part}"
+                stored = self.files.stored[self._peft_names(name)[0]]
+                specs[name] = self.padded_shape(name, rank), torch.promote_types(DTYPES[stored.kind], torch.float32)
 
         def read(name: str) -> Tensor:
             scale = self.adapted[name.rpartition(".")[0]].scale
-            return fold_scale(name, self.stored(name).to(sizes[name][1]), rank, scale)
+            _, wide = specs[name]
+            return fold_scale(name, self.stored(name).to(wide), rank, scale)
 
-        _write(out, form.entries(sizes, read, dtype), form.finish, companions)
+        _write(out, form.entries(specs, read, dtype), form.finish, companions)
 
     def stored(self, name: str) -> Tensor:
-        """The A [r, in] or B [out, r] of a layer of the files, the parameter `name`, as it is stored."""
-        return self.files.read(self._outer(name)[0])
+        """Read the A [r, in] or B [out, r] of a layer, by the layer's name in files, in its stored dtype."""
+        return self.files.read(self._peft_names(name)[0])
 
     def padded_shape(self, name: str, rank: int) -> tuple[int, int]:
-        """The shape of such a parameter at this `rank`."""
-        rows, columns = self.files.stored[self._outer(name)[0]].shape
+        """Return the shape of an A or B after it is filled up to a rank."""
+        rows, columns = self.files.stored[self._peft_names(name)[0]].shape
         return (rank, columns) if name.endswith("A") else (rows, rank)
 
     def refuse_more_than_lora(self, option: str) -> None:
-        """Raise UserError, which begins with the `option`, where a reader of plain LoRA has no place for a part of it,
-        or where it is empty."""
+        """Raise UserError if plain LoRA cannot express the adapter, or if it is empty.
+
+        Args:
+            option: The command line option that needs plain LoRA, for the message.
+        """
         if self.config.dora or self.config.modules_to_save:
-            has = "DoRA's magnitudes" if self.config.dora else "modules that are trained whole (modules_to_save)"
-            raise UserError(
-                f"{option}: the adapter has {has}, which a reader of plain LoRA has no place for: export it --merged"
-            )
+            part = "DoRA's magnitudes" if self.config.dora else "modules that are trained whole (modules_to_save)"
+            raise UserError(f"{option}: the adapter has {part}, which plain LoRA does not have: export it --merged")
         if self.config.select_parameters(self.adapted):
-            raise UserError(
-                f"{option}: a reader of plain LoRA has no place for adapters of experts: export it --merged"
-            )
+            raise UserError(f"{option}: plain LoRA does not have adapters of experts: export it --merged")
         if not self.adapted:
             raise UserError(f"{option}: {self.directory} has no adapter of a layer: there is nothing to write")
 
     @property
     def _base(self) -> str | None:
-        """base_model_name_or_path as it is understood from anywhere: a directory's whole path."""
+        """base_model_name_or_path for the new directory: relative paths are made absolute."""
         name: str | None = read_json(self.directory / ADAPTER_CONFIG).get(BASE)
         if not name or Path(name).is_absolute():
             return name
-        candidates = Path(name), self.directory / name
-        return next((str(path.resolve()) for path in candidates if (path / CONFIG).is_file()), name)
+        for path in (Path(name), self.directory / name):
+            if (path / CONFIG).is_file():
+                return str(path.resolve())
+        return name
 
-    def _outer(self, name: str) -> list[str]:
+    def _peft_names(self, name: str) -> list[str]:
         return peft_names(name, self.config, self.model.config)
 
 
 def _write(out: Path, entries: list[FullWeight], config: Callable[[Path], None], companions: list[Path]) -> None:
-    """companions: the directories whose tokenizer and template are copied along, a later one's over an earlier's."""
+    """Write an adapter's directory. `config` writes adapter_config.json into it. `companions` as in `copy`."""
 
     def finish(new: Path) -> None:
         config(new)

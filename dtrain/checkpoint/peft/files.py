@@ -41,27 +41,32 @@ Read = Callable[[str], Tensor]
 
 
 def read_adapter(model: CausalLM, directory: str | Path) -> None:
-    """Fill the adapters of `model`, and its modules that they train whole, from an adapter's directory.
+    """Fill the adapters of a model, and its fully trained modules, from an adapter's directory. No collective.
 
-    model: with the parameters that adapter_config.json asks for, on CPU or CUDA, plain tensors or DTensors of any mesh:
-    a rank reads the slices that it holds, cast to the parameter's dtype. No collective. Raises one UserError that lists
-    what `adapter_weights` does; another for damaged files, and for a tied embedding whose two copies differ. Nothing is
-    written then.
+    Args:
+        model: The model with the parameters that adapter_config.json describes, on CPU or CUDA, plain or sharded. A
+            rank reads the slices of its shards, cast to the parameter's dtype.
+        directory: The directory.
+
+    Raises:
+        UserError: For damaged files, for everything that `adapter_weights` refuses, and for a tied embedding whose two
+            copies differ. Then no parameter has been changed.
     """
     directory = Path(directory)
     config, tensors = read_adapter_config(directory), model_tensors(model)
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items() if peft_names(name, config, model.config)}
-    wanted: dict[str, tuple[int, ...]] = {}
-    sources: dict[str, FileRows] = {}
-    copies: dict[str, str] = {}
+    expected_shapes: dict[str, tuple[int, ...]] = {}  # by PEFT's names
+    sources: dict[str, FileRows] = {}  # by the model's names
+    copies: dict[str, str] = {}  # of a tied embedding: PEFT's name of the second copy, and of the first
     for fused in fused_weights(model, shapes):
         first, *others = peft_names(fused.name, config, model.config)
         shape, rows = locate_parts(fused, first, shapes)
         sources |= rows
-        wanted |= dict.fromkeys([first, *others], shape)
+        expected_shapes |= dict.fromkeys([first, *others], shape)
         copies |= dict.fromkeys(others, first)
-    files = adapter_weights(directory, wanted, model.config)
-    for second, first in copies.items():  # every rank compares all of the two, so that all find the same
+    files = adapter_weights(directory, expected_shapes, model.config)
+    # Every rank compares the full tensors, so that all ranks find the same.
+    for second, first in copies.items():
         if files.tensors_differ(first, second):
             raise UserError(
                 f"{files.stored[first].file}: {first} and {second} differ, and the model's head is tied to its "
@@ -74,20 +79,24 @@ def read_adapter(model: CausalLM, directory: str | Path) -> None:
             source.fill(files, local, local_slices(tensors[name]))
 
 
-def adapter_weights(directory: Path, wanted: Mapping[str, tuple[int, ...]], model: ModelConfig) -> WeightFiles:
-    """Open the tensors of an adapter of `model`, which must be those `wanted`: PEFT's names and shapes.
+def adapter_weights(directory: Path, expected_shapes: Mapping[str, tuple[int, ...]], model: ModelConfig) -> WeightFiles:
+    """Open the tensors of an adapter, and compare them with those that a model needs.
 
-    Raises UserError that lists all names that are missing or unexpected, all shapes that differ and all dtypes that are
-    not read.
+    Args:
+        directory: The adapter's directory.
+        expected_shapes: Shapes of the tensors by PEFT's names.
+        model: Config of the model.
+
+    Raises:
+        UserError: One error that lists all names that are missing or unexpected, all shapes that differ, and all dtypes
+            that are not read.
     """
     files = WeightFiles(directory, ADAPTER_WEIGHTS)
     shapes = {name: entry.shape for name, entry in files.stored.items()}
-    problems = mismatches(directory, shapes, wanted, model=model)
-    problems += [
-        f"{entry.file}: dtype: {name} is {entry.kind}; quantized adapters are not read"
-        for name, entry in files.stored.items()
-        if entry.dtype is None
-    ]
+    problems = mismatches(directory, shapes, expected_shapes, model=model)
+    for name, entry in files.stored.items():
+        if entry.dtype is None:
+            problems.append(f"{entry.file}: dtype: {name} is {entry.kind}; quantized adapters are not read")
     if problems:
         raise UserError("\n".join(problems))
     return files
@@ -95,7 +104,13 @@ def adapter_weights(directory: Path, wanted: Mapping[str, tuple[int, ...]], mode
 
 @dataclass(frozen=True)
 class AdapterFiles:
-    """Writer of the adapter of a model of this kind, which lies at `base`."""
+    """Writes an adapter in PEFT's layout.
+
+    Attributes:
+        config: The adapter.
+        model: Config of the adapted model.
+        base: Directory or id of the base model; None if no files have it.
+    """
 
     config: AdapterConfig
     model: ModelConfig
@@ -104,26 +119,52 @@ class AdapterFiles:
     def entries(
         self, sizes: TensorSpecs, read: Read, dtype: torch.dtype | None = None, *, collective: bool = False
     ) -> list[FullWeight]:
-        """Return what is written of tensors with these shapes and dtypes, by parameter name; others are passed over. A
-        tied embedding has two names. dtype: None for theirs. collective: every rank reads."""
+        """Return the tensors of the adapter's file.
+
+        Args:
+            sizes: Shape and dtype of the model's parameters by name. Only those of the adapter are used.
+            read: Reads a parameter.
+            dtype: Dtype of the file's tensors. None keeps theirs.
+            collective: Whether `read` communicates, so that every rank must call it.
+
+        Returns:
+            The tensors by PEFT's names. A tied embedding appears under two names.
+        """
 
         def weight(name: str) -> FullWeight:
-            shape, kept = torch.Size(adapter_shape_in_file(name, sizes[name][0])), sizes[name][1]
+            shape, own_dtype = sizes[name]
             return FullWeight(
-                [name], shape, kept, lambda dtype: adapter_in_file(name, read(name)).to(dtype), collective
+                [name],
+                shape=torch.Size(adapter_shape_in_file(name, shape)),
+                dtype=own_dtype,
+                read=lambda dtype: adapter_in_file(name, read(name)).to(dtype),
+                collective=collective,
             )
 
         weights = {name: weight(name) for name in sizes if peft_names(name, self.config, self.model)}
-        return [
-            whole.in_file(outer, dtype)
-            for name, whole in weights_in_files(self.model, weights).items()
-            for outer in peft_names(name, self.config, self.model)
-        ]
+        entries = []
+        for name, entry in weights_in_files(self.model, weights).items():
+            for peft_name in peft_names(name, self.config, self.model):
+                entries.append(entry.in_file(peft_name, dtype))
+        return entries
 
     def write_into_step(self, step: Path, sizes: TensorSpecs, read: Read) -> dict[str, FileRecord]:
-        """Write `adapter/`, synced, into an unpublished step's directory, as `CheckpointStore.save` asks for it."""
-        own = {name.removeprefix("model."): size for name, size in sizes.items() if name.startswith("model.")}
-        directory, entries = step / ADAPTER, self.entries(own, lambda name: read(f"model.{name}"))
+        """Write `adapter/`, synced, into a step that is not published yet.
+
+        It is the argument `write_extra_files` of `CheckpointStore.save`.
+
+        Args:
+            step: Directory of the step.
+            sizes: Shape and dtype of the step's tensors by name.
+            read: Reads a tensor of the step.
+
+        Returns:
+            Size and checksum of each file, by its name in the step.
+        """
+        prefix = "model."
+        model_sizes = {name.removeprefix(prefix): size for name, size in sizes.items() if name.startswith(prefix)}
+        entries = self.entries(model_sizes, lambda name: read(f"{prefix}{name}"))
+        directory = step / ADAPTER
         directory.mkdir()
         file = SafetensorsFile(directory / ADAPTER_WEIGHTS, entries)
         for entry in entries:
@@ -133,7 +174,7 @@ class AdapterFiles:
         return {f"{directory.name}/{name}": checksum(directory / name) for name in (ADAPTER_WEIGHTS, ADAPTER_CONFIG)}
 
     def finish(self, directory: Path) -> None:
-        """Put adapter_config.json into `directory`."""
+        """Write adapter_config.json into a directory."""
         text = json.dumps(peft_config(self.config, self.model, self.base), indent=2, sort_keys=True) + "\n"
         atomic_write_text(directory / ADAPTER_CONFIG, text)
 
@@ -151,14 +192,26 @@ def write_adapter(
     replace: bool = False,
     ranks: Ranks | None = None,
 ) -> None:
-    """Write an adapter, `config`, of a model of this kind in PEFT's layout.
+    """Write an adapter in PEFT's layout. The directory appears when it is complete.
 
-    tensors: by the model's parameter names, [any shape], plain or DTensors; others than the adapter's are passed over.
-    base: what base_model_name_or_path says. companions: the directory whose tokenizer and template are copied along;
-    chat_template, saved_step, replace: as of `write_directory`. Collective over `ranks` (default: all): one
-    all-gather per
-    sharded tensor. `directory` appears whole or not at all. UserError where it is there and not empty, or cannot be
-    written."""
+    Args:
+        directory: The new directory.
+        tensors: The model's parameters by name, plain or DTensors. Only those of the adapter are written.
+        config: The adapter.
+        model: Config of the adapted model.
+        base: Value of base_model_name_or_path.
+        companions: Directory whose tokenizer and template are copied. None copies none.
+        chat_template: As in `write_directory`, like the arguments that follow.
+        saved_step: As in `write_directory`.
+        replace: As in `write_directory`.
+        ranks: The ranks that write. None: all ranks.
+
+    Raises:
+        UserError: If the directory cannot be written, or is not empty without `replace`.
+
+    Collectives:
+        One all-gather per sharded tensor.
+    """
     form = AdapterFiles(config, model, base)
     sizes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
     is_sharded = any(isinstance(tensor, DTensor) for tensor in tensors.values())

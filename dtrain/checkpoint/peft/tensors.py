@@ -1,4 +1,9 @@
-"""Tensors of an adapter's file: their names, shapes and headers, compared with a model's. Imports no torch."""
+"""Names and shapes of the tensors in an adapter's file, compared with those that a model needs. Imports no torch.
+
+A model's parameter and its name in PEFT's file:
+
+    model.layers.0.self_attn.q_proj.lora_A    base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight
+"""
 
 import re
 from collections.abc import Callable, Mapping
@@ -25,8 +30,17 @@ _FIRST, _SECOND = EXPERT_STACKS
 
 
 def peft_names(name: str, config: AdapterConfig, model: ModelConfig) -> list[str]:
-    """PEFT's names for the parameter `name`, or for what the files join it in: of an adapter, or of a module that is
-    trained whole; none for another. A tied embedding is written under two."""
+    """Return PEFT's names for a parameter.
+
+    Args:
+        name: Name of the parameter in the model or in its files.
+        config: The adapter.
+        model: Config of the model.
+
+    Returns:
+        One name for a parameter of the adapter or of a fully trained module, two for a tied embedding, and none for any
+        other parameter.
+    """
 
     def outer(inner: str) -> str:
         return PREFIX + (to_tower_name(inner) if model.is_text_tower else inner)
@@ -42,12 +56,14 @@ def peft_names(name: str, config: AdapterConfig, model: ModelConfig) -> list[str
             )
         kind = "lora_magnitude_vector" if parameter == "lora_magnitude" else f"{parameter}.weight"
         return [outer(f"{module}.{kind}")]
-    both = list(EMBEDDING_AND_HEAD) if model.tie_word_embeddings and module in EMBEDDING_AND_HEAD else [module]
-    return [outer(f"{saved_module}.{parameter}") for saved_module in both] if config.select_saved_modules(both) else []
+    modules = list(EMBEDDING_AND_HEAD) if model.tie_word_embeddings and module in EMBEDDING_AND_HEAD else [module]
+    if not config.select_saved_modules(modules):
+        return []
+    return [outer(f"{saved_module}.{parameter}") for saved_module in modules]
 
 
 def stored_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
-    """The tensors of an adapter's file, by name, from its header. Raises UserError."""
+    """Return the shapes of the tensors in an adapter's file, from its header. Raises UserError."""
     path = directory / ADAPTER_WEIGHTS
     if not path.is_file():
         raise UserError(no_weights_problem(directory))
@@ -55,52 +71,65 @@ def stored_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
 
 
 def num_outputs_in_adapter(directory: Path) -> int | None:
-    """Return the outputs of the head of rewards or classes in an adapter's file, None without one. Raises UserError."""
+    """Return the number of outputs of a classifier's head in an adapter's file, None without a head.
+
+    Raises UserError.
+    """
     shape = stored_shapes(directory).get(f"{PREFIX}score.weight")
     return shape[0] if shape else None
 
 
 def has_tower_tensors(directory: Path) -> bool:
-    """Return whether an adapter's file has tensors of a vision tower. Raises UserError."""
+    """Check whether an adapter's file has tensors of a vision tower. Raises UserError."""
     return any(is_in_vision_tower(name.removeprefix(PREFIX)) for name in stored_shapes(directory))
 
 
 def mismatches(
     directory: Path,
     stored: Mapping[str, tuple[int, ...]],
-    wanted: Mapping[str, tuple[int, ...]],
-    free: Callable[[str], bool] = lambda name: False,
+    expected: Mapping[str, tuple[int, ...]],
+    is_optional: Callable[[str], bool] = lambda name: False,
     *,
     model: ModelConfig,
 ) -> list[str]:
-    """Return what does not fit between an adapter's tensors and those that a model wants, by PEFT's names.
+    """Compare the tensors of an adapter's file with those that a model needs, by PEFT's names.
 
     An adapter whose embedding or head has another number of rows than the model's gets one line that says so.
 
     Args:
         directory: The adapter's directory, for the messages.
         stored: Shapes of its tensors.
-        wanted: Shapes that the model has for it.
-        free: Whether a stored tensor that is not wanted is no mistake.
+        expected: Shapes that the model needs.
+        is_optional: Whether a stored tensor that is not expected is no mistake.
         model: The model's config.
+
+    Returns:
+        The errors.
     """
-    if (rows := _rows_of_another_vocabulary(stored, model)) is not None:
+    rows = _rows_of_another_vocabulary(stored, model)
+    if rows is not None:
         return [
             f"{directory / ADAPTER_WEIGHTS}: the adapter was trained with a vocabulary of {rows} tokens, and the model "
             f"has {model.vocab_size}. Merge it in PEFT: base.resize_token_embeddings({rows}), then "
             f"PeftModel.from_pretrained(base, '{directory}').merge_and_unload(); save the result together with the "
             "adapter's tokenizer, and give it as model.path"
         ]
-    is_tied = model.tie_word_embeddings
     missing, shapes = [], []
-    for name, shape in wanted.items():
+    for name, shape in expected.items():
         if name not in stored:
-            missing.append(f"missing: {name}{_TIED if is_tied and 'lm_head' in name else ''}")
+            hint = _TIED if model.tie_word_embeddings and "lm_head" in name else ""
+            missing.append(f"missing: {name}{hint}")
         elif stored[name] != shape:
             shapes.append(f"shape: {name} is {list(stored[name])}, the model has {list(shape)}")
-    unexpected = [f"unexpected: {name}{_hint(name)}" for name in sorted(stored.keys() - wanted) if not free(name)]
-    problems = [problem for group in (missing, shapes, unexpected) for problem in limit_problems(group, name_kind=True)]
-    return [f"{directory / ADAPTER_WEIGHTS}: {problem}; is it an adapter of this model?" for problem in problems]
+    unexpected = []
+    for name in sorted(stored.keys() - expected):
+        if not is_optional(name):
+            unexpected.append(f"unexpected: {name}{_hint(name)}")
+    errors = []
+    for group in (missing, shapes, unexpected):
+        for problem in limit_problems(group, name_kind=True):
+            errors.append(f"{directory / ADAPTER_WEIGHTS}: {problem}; is it an adapter of this model?")
+    return errors
 
 
 def _rows_of_another_vocabulary(stored: Mapping[str, tuple[int, ...]], model: ModelConfig) -> int | None:
@@ -120,6 +149,7 @@ _TIED = " (the head is tied to the embedding: PEFT's ensure_weight_tying writes 
 
 
 def _hint(name: str) -> str:
+    """Return the probable reason for an unexpected name, in parentheses, or an empty text."""
     if "_orig_mod." in name:
         return " (of a compiled model: leave `_orig_mod.` out of its names)"
     if ".default" in name:
@@ -136,19 +166,32 @@ def _hint(name: str) -> str:
 def adapter_shapes(
     config: AdapterConfig, model: ModelConfig, parameters: Mapping[str, tuple[int, ...]]
 ) -> dict[str, tuple[int, ...]]:
-    """PEFT's names and the shapes of an adapter's tensors, for a model with these parameters of its own: those of
-    adapted layers, and what is trained whole."""
+    """Return the shapes of an adapter's tensors by PEFT's names.
+
+    Args:
+        config: The adapter.
+        model: Config of the model.
+        parameters: Shapes of the model's own parameters by name, for modules that are trained fully.
+    """
     from dtrain.models.building import adaptable_shapes  # loads torch
 
-    shapes = adaptable_shapes(model)
-    wanted = {fused.name: locate_parts(fused, fused.name, parameters)[0] for fused in fused_weights(model, parameters)}
-    for name, layer in config.select_layers(shapes).items():
-        for part, shape in adapter_parameter_shapes(shapes[name], layer.rank, config.dora).items():
-            wanted[f"{name}.{part}"] = adapter_shape_in_file(f"{name}.{part}", shape)
-    return {outer: shape for name, shape in wanted.items() for outer in peft_names(name, config, model)}
+    layers = adaptable_shapes(model)
+    shapes = {}  # by the names of files
+    for fused in fused_weights(model, parameters):
+        shapes[fused.name] = locate_parts(fused, fused.name, parameters).shape
+    for name, layer in config.select_layers(layers).items():
+        for part, shape in adapter_parameter_shapes(layers[name], layer.rank, config.dora).items():
+            parameter = f"{name}.{part}"
+            shapes[parameter] = adapter_shape_in_file(parameter, shape)
+    by_peft_name = {}
+    for name, shape in shapes.items():
+        for peft_name in peft_names(name, config, model):
+            by_peft_name[peft_name] = shape
+    return by_peft_name
 
 
 def no_weights_problem(directory: Path) -> str:
+    """Return the error for an adapter's directory without safetensors."""
     if (directory / _PICKLE).is_file():
         return (
             f"{directory} has its tensors as {_PICKLE}, a pickle, which dtrain does not open. Convert it with PEFT, "
