@@ -36,8 +36,8 @@ from dtrain.models.common.config import is_in_vision_tower
 from dtrain.models.common.decoder import CausalLM
 
 TYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32, "q8_0": torch.float32}
-"""Types of a file's matrices -> what their values are rounded to before they are written."""
-_Q8_BLOCK = 32  # values of a row that q8_0 gives one scale
+"""Types of a file's matrices, and the dtype to which their values are rounded before they are written."""
+_Q8_BLOCK = 32  # values of a row that share a scale in q8_0
 
 _HEAD = "lm_head"
 
@@ -45,15 +45,25 @@ _HEAD = "lm_head"
 def export_gguf(
     source: str | Path, out: str | Path, kind: str = "f16", form: str | None = None, original_base: bool = False
 ) -> str:
-    """Write one GGUF file `out` from `source`, which is as of `huggingface.export.export`, as are form, original_base.
-    Returns lines that say what was read, and what of it the file or llama.cpp does not have.
+    """Write one GGUF file. It appears when it is complete.
 
-    kind: the type of matrices, "f16", "bf16", "f32" or "q8_0" (blocks of 32 values in 8 bits with a scale); vectors
-    are float32. A merged weight is rounded once, to it. An adapter alone is for a file of its base: llama.cpp's --lora.
-    Of a multimodal model the text part is written.
+    Of a multimodal model, only the text part is written. An adapter by itself is for a file of its base: llama.cpp's
+    option --lora. One tensor is in memory at a time. No process group is needed or used.
 
-    Memory: one tensor. No process group is needed or used. UserError, before weights are read, for an architecture, a
-    tokenizer or an adapter that llama.cpp does not compute as dtrain does; `out` is whole or absent.
+    Args:
+        source: As in `huggingface.export.export`.
+        out: The new file.
+        kind: Type of matrices: "f16", "bf16", "f32" or "q8_0" (blocks of 32 values in 8 bits with a scale). Vectors are
+            float32. A merged weight is rounded once, to this type.
+        form: As in `huggingface.export.export`.
+        original_base: As in `huggingface.export.export`.
+
+    Returns:
+        Lines about what was read, and about parts of the model that the file or llama.cpp does not have.
+
+    Raises:
+        UserError: Before weights are read, for an architecture, a tokenizer or an adapter for which llama.cpp does not
+            compute the same as dtrain.
     """
     out = Path(out)
     check_output(out, kind)
@@ -64,47 +74,49 @@ def export_gguf(
 
 
 def _write_model(content: ModelExport, out: Path, kind: str) -> str:
+    """Write the file of a full model."""
     config, layout = content.model.config, content.layout
-    arch, file = architecture_of(config), _text_config(layout.config)
-    directories = [layout.source, *layout.companions]
-    tokenizer = next((path for path in reversed(directories) if (path / TOKENIZER_FILE).is_file()), layout.source)
-    has_template = (path for path in reversed(directories) if any(map(is_chat_template, find_companions(path))))
-    template = next(has_template, tokenizer)
-    vocabulary = read_vocabulary(tokenizer, layout.source, config.vocab_size, template)
+    arch, file_config = architecture_of(config), _text_config(layout.config)
+    vocabulary = _read_vocabulary(content)
     names = _gguf_names(content.model, arch)
     tensors: dict[str, GgufTensor] = {}
-    for name, tensor in rotary_tensors(arch, config, file).items():
+    for name, tensor in rotary_tensors(arch, config, file_config).items():
         tensors[name] = GgufTensor(name, tensor.shape, "f32", tensor.to)
-    vision = [own for own in model_tensors(content.model) if is_in_vision_tower(own)]
-    left_out = {name for own in vision for name in candidate_names(content.model, [own])}
+    tower_names: set[str] = set()  # in the files
+    for name in model_tensors(content.model):
+        if is_in_vision_tower(name):
+            tower_names.update(candidate_names(content.model, [name]))
     for entry in content.entries:
-        if entry.names[0] in left_out:
+        if entry.names[0] in tower_names:
             continue
         text_name, name = names[entry.names[0]]
-        if name not in tensors:  # files may have a tied head beside its embedding
+        if name not in tensors:  # files may have a tied head next to its embedding
             read = partial(_read_for_llama_cpp, entry, text_name, content.model, arch)
             tensors[name] = GgufTensor(name, entry.shape, type_of(entry.shape, kind), read)
     with gguf_writer(out, arch) as writer:
         writer.add_type("model")
-        if (title := general_name(out.stem, vocabulary)) is not None:
+        title = general_name(out.stem, vocabulary)
+        if title is not None:
             writer.add_name(title)
         _add_file_type(writer, kind)
-        add_sizes(writer, arch, config, file)
+        add_sizes(writer, arch, config, file_config)
         add_vocabulary(writer, vocabulary)
         write_tensors(writer, list(tensors.values()))
     return "\n".join([content.description, *_missing_part_notes(content.model, arch, vocabulary)])
 
 
 def _write_adapter(content: AdapterExport, out: Path, kind: str, is_folded: bool) -> str:
-    """Write llama.cpp's file of a LoRA, whose scale is one alpha over each layer's rank; where a layer has another, or
-    all are folded, it is multiplied into B."""
+    """Write llama.cpp's file of a LoRA.
+
+    llama.cpp scales a layer by alpha / rank, with one alpha for all layers. If a layer has another scale, or the
+    adapter is folded, the scale is multiplied into B.
+    """
     adapter = content.adapter
     arch, config = architecture_of(adapter.model.config), adapter.model.config
     adapter.refuse_more_than_lora("--folded" if is_folded else "--adapter")
-    if of_tower := [name for name in adapter.adapted if is_in_vision_tower(name)]:
-        raise UserError(
-            f"an adapter of a vision tower, {of_tower[0]}: a GGUF file has the text part alone; {ALTERNATIVE}"
-        )
+    for name in adapter.adapted:
+        if is_in_vision_tower(name):
+            raise UserError(f"an adapter of a vision tower, {name}: a GGUF file has only the text part; {ALTERNATIVE}")
     if _HEAD in adapter.adapted and config.tie_word_embeddings:
         raise UserError(f"an adapter of {_HEAD}, which is tied: llama.cpp has no such tensor; export it --merged")
     rank = max(layer.rank for layer in adapter.adapted.values())
@@ -117,7 +129,9 @@ def _write_adapter(content: AdapterExport, out: Path, kind: str, is_folded: bool
             tensor = fold_scale(name, tensor, rank, layer.scale)
         elif part == "lora_B":
             tensor = tensor * (layer.scale * layer.rank / alpha)
-        return (to_llama_cpp(arch, config, f"{module}.weight", tensor) if part == "lora_B" else tensor).to(dtype)
+        if part == "lora_B":  # its rows are those of the layer's weight
+            tensor = to_llama_cpp(arch, config, f"{module}.weight", tensor)
+        return tensor.to(dtype)
 
     tensors = []
     for module, layer in adapter.adapted.items():
@@ -138,7 +152,14 @@ def _write_adapter(content: AdapterExport, out: Path, kind: str, is_folded: bool
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """A tensor of a GGUF file: its name there, its shape, its type, and what reads it in a dtype."""
+    """A tensor of a GGUF file.
+
+    Attributes:
+        name: Its name in the file.
+        shape: Its shape.
+        kind: Its type, such as "f16".
+        read: Returns its values in a dtype.
+    """
 
     name: str
     shape: Sequence[int]
@@ -147,15 +168,20 @@ class GgufTensor:
 
 
 def type_of(shape: Sequence[int], kind: str) -> str:
-    """Return the type of a tensor in a file of type `kind`: f32 where it has one dimension, f16 where q8_0 cannot cut
-    its rows into blocks."""
+    """Return the type of a tensor in a file of type `kind`.
+
+    Vectors are f32. In a file of q8_0, matrices whose rows cannot be divided into blocks are f16.
+
+    >>> type_of([64], "q8_0"), type_of([64, 64], "q8_0"), type_of([64, 40], "q8_0")
+    ('f32', 'q8_0', 'f16')
+    """
     if len(shape) == 1:
         return "f32"
     return "f16" if kind == "q8_0" and shape[-1] % _Q8_BLOCK else kind
 
 
 def check_output(out: Path, kind: str) -> None:
-    """Raise UserError where no file of type `kind` could be written to `out`, which is not there yet."""
+    """Raise UserError if the type is unknown, the package `gguf` is missing, or the file exists."""
     if kind not in TYPES:
         raise UserError(f"--type {kind}: choose one of {', '.join(TYPES)}")
     if find_spec("gguf") is None:
@@ -168,8 +194,10 @@ def check_output(out: Path, kind: str) -> None:
 
 @contextmanager
 def gguf_writer(out: Path, arch: str) -> Iterator[Any]:
-    """Return a GGUFWriter of a file that gets the name `out` when the block ends without an error, and is gone when it
-    ends with one. UserError where the disk does not take it."""
+    """Context with a GGUFWriter. The file gets its name when the block ends without an error, and is deleted otherwise.
+
+    Raises UserError for errors of the disk.
+    """
     from gguf import GGUFWriter
 
     out = resolve_links(out)
@@ -189,7 +217,7 @@ def gguf_writer(out: Path, arch: str) -> Iterator[Any]:
 
 
 def write_tensors(writer: Any, tensors: Sequence[GgufTensor]) -> None:
-    """Write the header of a GGUFWriter, whose keys are all there, and then one tensor after another."""
+    """Write the header of a GGUFWriter, to which all keys have been added, and then the tensors one by one."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
     from gguf.quants import quantize
 
@@ -210,7 +238,7 @@ def write_tensors(writer: Any, tensors: Sequence[GgufTensor]) -> None:
 
 
 def _missing_part_notes(model: CausalLM, arch: str, vocabulary: Vocabulary) -> list[str]:
-    """Lines that name the parts of a model that the file or llama.cpp does not have."""
+    """Return lines about parts of a model that the file or llama.cpp does not have."""
     notes = list(vocabulary.notes)
     if model.config.is_text_tower:
         notes.insert(0, "the text part alone: no images")
@@ -225,14 +253,30 @@ def _missing_part_notes(model: CausalLM, arch: str, vocabulary: Vocabulary) -> l
     return [f"  note: {note}" for note in notes]
 
 
+def _read_vocabulary(content: ModelExport) -> Vocabulary:
+    """Read the tokenizer and the chat template of a model to write, from the last directory that has them."""
+    layout = content.layout
+    tokenizer_directory = template_directory = None
+    for directory in (layout.source, *layout.companions):
+        if (directory / TOKENIZER_FILE).is_file():
+            tokenizer_directory = directory
+        if any(is_chat_template(name) for name in find_companions(directory)):
+            template_directory = directory
+    tokenizer_directory = tokenizer_directory or layout.source
+    template_directory = template_directory or tokenizer_directory
+    return read_vocabulary(tokenizer_directory, layout.source, content.model.config.vocab_size, template_directory)
+
+
 def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     inner = config.get("text_config")
     return {**config, **inner} if isinstance(inner, dict) else config
 
 
 def _gguf_names(model: CausalLM, arch: str) -> dict[str, tuple[str, str]]:
-    """Names that files may give the text's tensors of `model` -> what a text model's files call each, and a GGUF
-    file."""
+    """Return two names for each tensor of the text part, by the names that it may have in files.
+
+    The first is its name in the files of a text model, the second its name in a GGUF file.
+    """
     known = tensor_aliases(model)
     shapes = {
         name: tuple(tensor.shape) for name, tensor in model_tensors(model).items() if not is_in_vision_tower(name)
@@ -245,19 +289,19 @@ def _gguf_names(model: CausalLM, arch: str) -> dict[str, tuple[str, str]]:
 
 
 def gguf_name(name: str, arch: str, layers: int) -> str:
-    """Return what llama.cpp's graph of `arch` calls a tensor of a text model with so many layers."""
+    """Return llama.cpp's name for a tensor of a text model. `layers` is the model's number of layers."""
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
     (number,) = [number for number, known in MODEL_ARCH_NAMES.items() if known == arch]
     module, _, parameter = name.rpartition(".")
     gguf_module = get_tensor_name_map(number, layers).get_name(module)
     if gguf_module is None:
-        raise ValueError(f"{name} is nowhere in llama.cpp's {arch}")
+        raise ValueError(f"llama.cpp's {arch} has no tensor {name}")
     return f"{gguf_module}.{parameter}"
 
 
 def _read_for_llama_cpp(entry: FullWeight, name: str, model: CausalLM, arch: str, dtype: torch.dtype) -> Tensor:
-    """The tensor `name` [its shape] as llama.cpp reads it, rounded to `dtype`. No collective."""
+    """Read a tensor in llama.cpp's form, rounded to `dtype`."""
     return to_llama_cpp(arch, model.config, name, entry.read(dtype).to(dtype))
 
 

@@ -1,8 +1,12 @@
-"""The architectures that GGUF files are written of: hyper-parameters, tensors, and what llama.cpp computes otherwise.
+"""Architectures for which GGUF files are written: hyperparameters, tensors, and differences to llama.cpp.
 
-Facts are those of llama.cpp's graphs (src/models). Its `llama` turns neighbouring elements of a head, where Hugging
-Face turns those of the two halves, so that rows of q and k change places; its Gemma 3 multiplies by a norm's weight
-itself, where Hugging Face adds 1 to it.
+Two differences are undone when tensors are written (`to_llama_cpp`):
+
+- llama.cpp's `llama` rotates neighbouring elements of a head (0 and 1, 2 and 3, ...), and Hugging Face's Llama those of
+  the two halves (0 and d/2, ...). So the rows of q and k are reordered.
+- llama.cpp's Gemma 3 multiplies by a norm's weight, and Hugging Face's by 1 + the weight.
+
+Models with other differences are refused. The facts are those of llama.cpp's graphs (src/models).
 """
 
 import math
@@ -28,7 +32,7 @@ ARCHITECTURES = {
     "Gemma3ForConditionalGeneration": "gemma3",
     "Phi3ForCausalLM": "phi3",
 }
-"""Architecture of config.json -> llama.cpp's."""
+"""llama.cpp's name for each architecture of config.json."""
 _ROPES = {
     "llama": ("default", "linear", "llama3", "yarn"),
     "qwen2": ("default", "linear", "yarn"),
@@ -37,14 +41,17 @@ _ROPES = {
     "phi3": ("default", "longrope"),
 }
 """The kinds of rotary scaling that each architecture of llama.cpp computes."""
-_GEMMA_PERIOD = 6  # of its layers the last is a full one
-_GEMMA_27B_LAYERS = 62  # by which llama.cpp knows the model that divides q·k otherwise
+_GEMMA_PERIOD = 6  # every sixth layer of Gemma 3 has full attention
+_GEMMA_27B_LAYERS = 62  # llama.cpp recognises the 27B model, which scales q·k in another way, by its number of layers
 ALTERNATIVE = "`dtrain export RUN DIR` writes a directory, which llama.cpp's own convert_hf_to_gguf.py may read"
 
 
 def architecture_of(config: ModelConfig) -> str:
-    """Return llama.cpp's name for the architecture. Raises UserError for one that no file is written of, and for parts
-    of a model that llama.cpp computes otherwise, all of them."""
+    """Return llama.cpp's name for a model's architecture.
+
+    Raises:
+        UserError: If no GGUF file is written for it. One error that lists all differences to llama.cpp.
+    """
     arch = ARCHITECTURES.get(config.architecture)
     if arch is None:
         written = ", ".join(ARCHITECTURES)
@@ -56,7 +63,7 @@ def architecture_of(config: ModelConfig) -> str:
 
 
 def _problems(arch: str, config: ModelConfig) -> Iterator[str]:
-    """Return what of the model llama.cpp's graph of `arch` computes otherwise, or has no tensor for."""
+    """Yield the parts of a model that llama.cpp computes differently, or for which it has no tensor."""
     if config.num_labels is not None:
         yield "a head of rewards or classes in place of the vocabulary's"
     if (config.hidden_act == "gelu_pytorch_tanh") != (arch == "gemma3") or config.hidden_act in ("gelu", "relu"):
@@ -91,13 +98,15 @@ def _attention_scale(arch: str, config: ModelConfig) -> float:
 
 
 def unsupported_window(arch: str, config: ModelConfig) -> int | None:
-    """Return the sliding window that llama.cpp's graph leaves out; None where it has it, or there is none. Texts of at
-    most so many tokens are the same without."""
+    """Return the model's sliding window if llama.cpp does not support it for this architecture, otherwise None.
+
+    Texts of at most this many tokens give the same results without it.
+    """
     return None if arch == "gemma3" else config.sliding_window
 
 
 def add_sizes(writer: Any, arch: str, config: ModelConfig, file: Mapping[str, Any]) -> None:
-    """Add the hyper-parameters to a GGUFWriter. file: config.json, the text part's fields at the top."""
+    """Add the hyperparameters to a GGUFWriter. `file` is config.json with the text part's fields at the top level."""
     positions = file.get("max_position_embeddings") or config.max_position_embeddings
     window = unsupported_window(arch, config)
     writer.add_context_length(min(positions, window) if window else positions)
@@ -152,8 +161,16 @@ def _add_gemma(writer: Any, config: ModelConfig) -> None:
 
 
 def rotary_tensors(arch: str, config: ModelConfig, file: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The tensors, float32, that divide the rotary frequencies of a scaling without a formula in llama.cpp, each
-    [rotated / 2], by name. file: as of `add_sizes`."""
+    """Return the tensors by which llama.cpp divides rotary frequencies, for scalings without a formula there.
+
+    Args:
+        arch: llama.cpp's architecture.
+        config: Config of the model.
+        file: As in `add_sizes`.
+
+    Returns:
+        Float32 tensors [rotated elements / 2] by name.
+    """
     rope = _main_rope(config)
     if rope.kind == "llama3":
         plain = rotary_frequencies(Rope(theta=rope.theta), config.head_dim, torch.float64)
@@ -166,12 +183,19 @@ def rotary_tensors(arch: str, config: ModelConfig, file: Mapping[str, Any]) -> d
 
 
 def to_llama_cpp(arch: str, config: ModelConfig, name: str, tensor: Tensor) -> Tensor:
-    """Return the tensor `name` of Hugging Face, [its shape], as llama.cpp's graph of `arch` reads it. An adapter's B
-    of a layer changes as the layer's weight does."""
+    """Return a tensor in llama.cpp's form. See the module's docstring.
+
+    Args:
+        arch: llama.cpp's architecture.
+        config: Config of the model.
+        name: Name of the tensor in Hugging Face's files.
+        tensor: The tensor. The B of an adapter is changed like the layer's weight.
+    """
     module, _, parameter = name.rpartition(".")
     if arch == "gemma3" and module.endswith("norm") and parameter == "weight":
         return tensor + 1
-    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(module.rpartition(".")[2])
+    heads_by_layer = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    heads = heads_by_layer.get(module.rpartition(".")[2])
     if arch != "llama" or heads is None:
         return tensor
     return tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(tensor.shape)
