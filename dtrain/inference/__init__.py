@@ -1,14 +1,14 @@
-"""The native engine: requests to completions on the training mesh or on one device.
+"""The native generation engine: requests to completions, on the training mesh or on one device.
 
-request                the request to an engine, and the completion that it gives
-engine, native         continuous batching on one rank, log-probabilities of prompts; on a mesh, its share of the
-                       requests
+request                requests to an engine, and their completions
+engine                 the engine of one rank: continuous batching, and log-probabilities of prompts
+native                 the engine on a mesh, which distributes requests over the ranks
+kv_cache               keys and values of running sequences, and the memory for them
+cached_attention       attention over the cache, for prompts and for decoding steps
+varlen_decode          the same for decoding steps by variable-length flash attention, and its check on a device
+graphs                 decoding steps as CUDA graphs
+sampling               sampling of the next token; running sequences, and stop texts
 images                 images of prompts as a batch
-kv_cache               keys and values of running sequences, and the memory that they may take
-cached_attention       the attention of a forward over them
-varlen_decode          that of a decoding step by variable-length flash attention, and its check on a device
-graphs                 a decoding step as a CUDA graph
-sampling               the next token; sequences, and their ends by stop texts
-generate               completions in one call
-chats                  chats, and their images, to prompts; a prompt with images as it is sent to a server
+generate               loading a model, and completions in one call
+chats                  conversion of chats with images to prompts, also for servers
 """

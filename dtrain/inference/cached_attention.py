@@ -1,11 +1,20 @@
-"""Attention of a forward over the cache: whole prompts (`Prefill`), or one more token of every running row (`Decode`).
+"""Attention over the KV cache: whole prompts (`Prefill`), or one more token of every running row (`Decode`).
 
-The model hands `attend` each layer's queries, keys and values. A row's softmax runs over two parts: its prompt, which
-the rows of a group multiply together, and what it has added itself. The two are merged by their log-sum-exp.
+The model passes each layer's queries, keys and values to `attend`. The softmax of a decoding row runs over two parts:
+its prompt, and the tokens that it has added itself. Each part is computed separately, and the two are merged by their
+log-sum-exp. Samples of one prompt read its keys together. Example: prompts A (samples 0 and 2) and B (sample 1), with
+one pool of prompts and one pool of rows:
 
-A step can be captured and replayed (`inference.graphs`): with `fixed`, sizes are rounded up, so that few shapes occur,
-and all that a step reads and writes lies where it lay in the step before.
-Letters: R rows, G prompts of a pool, n rows of the largest group, kv key heads, rep query heads of each, L keys.
+    prompt part   table [[0, 2],      row 0 and row 2 attend to the keys of A in one product, row 1 to those of B. The
+                         [1, 0]]      second entry of B is filled with row 0; its result is computed and not read
+    row part      rows 0 to 2         each row attends to the keys in its own slot
+    merge         by log-sum-exp      out = (out_p · exp(lse_p) + out_r · exp(lse_r)) / (exp(lse_p) + exp(lse_r))
+
+A step can be captured as a CUDA graph and replayed (`inference.graphs`). With `fixed`, sizes are therefore rounded up,
+so that few shapes occur, and everything that a step reads and writes keeps its address.
+
+Shapes: R rows, G prompts of a pool, n rows of the prompt with the most rows, kv key heads, rep query heads per key
+head, hd and hd_v sizes of a head, L keys.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,29 +30,41 @@ from dtrain.attention.linear.layer import LinearMask
 from dtrain.attention.visibility import Visibility, additive
 from dtrain.inference.kv_cache import KeyValues, KVSlot, KVSlotPool, power_of_two, rounded, slot_size
 
+# A product with this number of rows is as fast as one with a single row.
 ROWS_AS_FAST_AS_ONE = 8
 
 
 class Prefill:
-    """Prompts read from their beginnings, [B, S], padded on the right; their keys go into the cache.
+    """Cache of a forward that reads prompts from their beginning, [B, S], padded on the right.
 
-    slots: new ones, consecutive ones of one pool, in the batch's order. Padding is never seen: it stands to the
-    right of every token, and what it writes is hidden by the prompt's length. ends: [B, S], as `Images` has them.
+    Padding is never visible: it comes after every token, and the prompt's length hides the keys that it writes.
+
+    Args:
+        store: The cache.
+        slots: Slots of the prompts, consecutive new ones of one pool, in the batch's order.
+        device: The device.
+        ends: For each token of an image, the position after the image's last token, [B, S], as in `Images`.
+
+    Attributes:
+        skips_hooks: Whether the model calls modules without their hooks.
+        rotary_frequencies: Rotary frequencies on the device, filled by the model.
+        positions: Positions of the tokens, [1, S].
+        last_index: Index of each row's last token, [B].
     """
 
     skips_hooks = False
 
     def __init__(self, store: KeyValues, slots: Sequence[KVSlot], device: torch.device, ends: Tensor | None = None):
-        self._kinds = [*zip(store.windows, store.bidirectional, strict=True)]
+        self._layer_kinds = list(zip(store.windows, store.bidirectional, strict=True))
         self._ends = ends
         self._pool = slots[0].pool
         self._indices = slice(slots[0].index, slots[0].index + len(slots))
-        self._length = max(slot.length for slot in slots)
+        self._max_length = max(slot.length for slot in slots)
         self._lengths = torch.tensor([slot.length for slot in slots], device=device)
         self._kernel = SdpaKernel()
-        self._masks: dict[tuple[int | None, bool], object] = {}
+        self._masks: dict[tuple[int | None, bool], object] = {}  # by kind of layer
         self.rotary_frequencies: dict[Any, Tensor] = {}
-        self.positions = torch.arange(self._length, device=device)[None]  # [1, S]
+        self.positions = torch.arange(self._max_length, device=device)[None]
         self.last_index: Tensor | None = self._lengths - 1
 
     def attend(
@@ -56,58 +77,93 @@ class Prefill:
         is_stored: bool = False,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Write keys and values, and return the attention [B, S, H, hd_v] of q [B, S, H, hd].
+        """Store keys and values, and compute attention.
 
-        k is [B, S, kv, hd], v [B, S, kv, hd_v].
+        Args:
+            layer: Layer whose keys are used.
+            q: Queries, [B, S, H, hd].
+            k: Keys, [B, S, kv, hd].
+            v: Values, [B, S, kv, hd_v].
+            scale: Factor of the scores.
+            is_stored: Whether the layer has stored k and v already, for models whose layers share them.
+            sinks: A score per head that takes part in the softmax, [H].
+
+        Returns:
+            [B, S, H, hd_v].
         """
         if not is_stored:
             self._write(layer, k, v)
-        window, is_bidirectional = kind = self._kinds[layer]
+        kind = self._layer_kinds[layer]
         if kind not in self._masks:
-            visibility = Visibility(self._length, self._length, window)
-            if is_bidirectional and self._ends is not None:
-                positions = self.positions.expand_as(self._ends)
-                visibility = replace(
-                    visibility,
-                    query_positions=positions,
-                    key_positions=self.positions,
-                    rows=len(positions),
-                    query_ends=self._ends,
-                )
-            self._masks[kind] = self._kernel.prepare(visibility, q.dtype, q.device)
+            self._masks[kind] = self._kernel.prepare(self._visibility(*kind), q.dtype, q.device)
         return self._kernel(q, k, v, self._masks[kind], scale, sinks)
 
+    def _visibility(self, window: int | None, is_bidirectional: bool) -> Visibility:
+        """Return which keys are visible in a kind of layers."""
+        visibility = Visibility(self._max_length, self._max_length, window)
+        if not is_bidirectional or self._ends is None:
+            return visibility
+        positions = self.positions.expand_as(self._ends)
+        return replace(
+            visibility,
+            query_positions=positions,
+            key_positions=self.positions,
+            rows=len(positions),
+            query_ends=self._ends,
+        )
+
     def _write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Write k [B, S, kv, hd] and v [B, S, kv, hd_v], or the last of them that the layer keeps."""
+        """Store k [B, S, kv, hd] and v [B, S, kv, hd_v], or only the last positions that the layer stores."""
         size = self._pool.sizes[layer]
-        for tensor, fresh in zip(self._pool.layer(layer, k, v), (k, v), strict=True):
-            if self._length > size:
+        for stored, new in zip(self._pool.layer(layer, k, v), (k, v), strict=True):
+            if self._max_length > size:
                 start = (self._lengths - size).clamp(min=0)  # [B]
-                columns = (start[:, None] + torch.arange(size, device=fresh.device)).clamp(max=self._length - 1)
-                fresh = fresh[torch.arange(fresh.shape[0], device=fresh.device)[:, None], columns]  # [B, size, kv, ..]
-            tensor[self._indices, :, : fresh.shape[1]] = fresh.transpose(1, 2)
+                columns = (start[:, None] + torch.arange(size, device=new.device)).clamp(max=self._max_length - 1)
+                new = new[torch.arange(new.shape[0], device=new.device)[:, None], columns]  # [B, size, kv, ..]
+            stored[self._indices, :, : new.shape[1]] = new.transpose(1, 2)
 
     def linear_mask(self, width: int) -> LinearMask:
-        """Return the mask of the prompts, each a document."""
-        return LinearMask.of_lengths(self._lengths, self._length, width)
+        """Return the mask for linear attention, in which each prompt is a document.
+
+        Args:
+            width: Width of the layer's convolution.
+        """
+        return LinearMask.of_lengths(self._lengths, self._max_length, width)
 
     def read_states(self, layer: int) -> tuple[Tensor, ...]:
+        """Raise ValueError, because prompts start without states of linear attention."""
         raise ValueError("a prompt goes on from nothing")
 
     def write_states(self, layer: int, *states: Tensor) -> None:
-        """Store the states [B, ..] after the prompts' last tokens."""
-        for held, fresh in zip(self._pool.states(layer, states), states, strict=True):
-            held[self._indices] = fresh
+        """Store the states [B, ..] of linear attention after the prompts' last tokens."""
+        for stored, new in zip(self._pool.states(layer, states), states, strict=True):
+            stored[self._indices] = new
 
 
 class Decode:
-    """Cache of decoding steps: one token of every row, step after step until rows come, go or change pools.
+    """Cache of decoding steps: one token of every row, step after step, until rows come, go or move to another pool.
 
-    prompts: the prompt of each row of `store.rows_in_order()`. Between `begin` and `end` one forward of [R, 1] tokens;
-    `lengthen` tells the host's side of it, before the next step.
-    fixed: R is more than the rows; `places` (on the device `live`) says where each stands, and what others compute is
-    not to be read. A Decode of equal `shape` then takes the same steps, once it has `load`ed another's rows; until it
-    `is_full`.
+    A step is `begin`, one forward of tokens [R, 1], `end`, and `lengthen`, which updates the host's data before the
+    next step.
+
+    With `fixed`, R is larger than the number of rows, and `places` has the index of each row. What the other indices
+    compute must not be read. A `Decode` of the same `shape` computes the same kernels, so it can `load` the rows of
+    another one and take its steps, until it `is_full`.
+
+    Args:
+        store: The cache.
+        prompts: Prompt of each row, in the order of `store.rows_in_order()`.
+        device: The device.
+        fixed: Whether sizes are rounded up and addresses stay the same, for CUDA graphs.
+
+    Attributes:
+        skips_hooks: Whether the model calls modules without their hooks, which a graph cannot have.
+        rotary_frequencies: Rotary frequencies on the device, filled by the model.
+        last_index: None, because each row has one token.
+        positions: Rotary position of each token, [R, 1], after `begin`.
+        rows: R.
+        places: Index of each row of the cache among the R.
+        live: `places` as a tensor on the device. None without `fixed`.
     """
 
     last_index: Tensor | None = None
@@ -116,174 +172,231 @@ class Decode:
         self.skips_hooks = fixed
         self.rotary_frequencies: dict[Any, Tensor] = {}
         self._windows = store.windows
-        self._kinds = {window: layer for layer, window in enumerate(store.windows)}  # a layer with each window
+        self._layer_of_window = {window: layer for layer, window in enumerate(store.windows)}  # any layer with it
         self._slots = store.rows_in_order()
         self._device = device
-        self._heads: dict[int, Tensor] = {}  # [kv, 1] by the number of key heads, from the first step on
-        self._own: list[Own] = []
-        live: list[int] = []
+        self._head_indices: dict[int, Tensor] = {}  # [kv, 1] by the number of key heads, from the first step on
+        self._row_parts: list[RowPart] = []
+        places: list[int] = []
         start = 0
         for _, pool in sorted(store.rows.items()):
-            if used := len(pool.slots):
-                # Of few rows, as many as there is memory for: the last ones of a rollout go through few shapes.
-                count = max(rounded(used), min(ROWS_AS_FAST_AS_ONE, pool.min_slots)) if fixed else used
-                pool.min_slots = max(pool.min_slots, count if fixed else 0)
-                indices = torch.arange(count, device=device)
-                reach = self._reach(pool) if fixed else None
-                self._own.append(Own(pool, slice(start, start + count), indices, reach))
-                live += range(start, start + used)
-                start += count
-        self.rows = start  # R
-        self.places = live
-        # [rows]: where each row of the cache stands among the R; None where there are no others.
-        self.live = torch.tensor(live, device=device) if fixed else None
-        self._lay_prompts(store, prompts, live, fixed)
-        self._begin_rows(prompts)
-        added, before, step = ([0] * start for _ in range(3))
-        for row, slot, prompt in zip(live, self._slots, prompts, strict=True):
-            added[row], before[row], step[row] = slot.length, prompt.length + prompt.rotary_shift, 1
-        self._added = torch.tensor(added, device=device)  # [R] own tokens in the cache
-        self._before = torch.tensor(before, device=device)  # rotary position of the first own token
-        # A row without a sequence stays at its slot's beginning, which the next sequence there overwrites.
+            used = len(pool.slots)
+            if not used:
+                continue
+            count = used
+            max_keys = None
+            if fixed:
+                # Few rows are padded to as many as there is memory for, so that the last rows of a rollout have few
+                # different shapes.
+                count = max(rounded(used), min(ROWS_AS_FAST_AS_ONE, pool.min_slots))
+                pool.min_slots = max(pool.min_slots, count)
+                max_keys = self._choose_max_keys(pool)
+            indices = torch.arange(count, device=device)
+            self._row_parts.append(RowPart(pool, slice(start, start + count), indices, max_keys))
+            places += range(start, start + used)
+            start += count
+        self.rows = start
+        self.places = places
+        self.live = torch.tensor(places, device=device) if fixed else None
+        self._lay_out_prompts(store, prompts, places, fixed)
+        self._copy_prompt_states(prompts)
+        added = [0] * self.rows
+        before = [0] * self.rows
+        step = [0] * self.rows
+        for row, slot, prompt in zip(places, self._slots, prompts, strict=True):
+            added[row] = slot.length
+            before[row] = prompt.length + prompt.rotary_shift
+            step[row] = 1
+        self._added = torch.tensor(added, device=device)  # tokens in each row's own slot, [R]
+        self._before = torch.tensor(before, device=device)  # rotary position of the first of these, [R]
+        # Indices without a row stay at the beginning of their slot, which the next row there overwrites.
         self._step: Tensor | int = torch.tensor(step, device=device) if fixed else 1
 
-    def _reach(self, pool: KVSlotPool) -> int | None:
-        """Return how many keys of the rows of a pool a step that is fixed looks at; None: as many as there are."""
+    def _choose_max_keys(self, pool: KVSlotPool) -> int | None:
+        """Return the number of keys that a fixed step reads of a pool's slots. None: as many as are used."""
         return slot_size(max(slot.length for slot in pool.slots) + 1)
 
-    def _lay_prompts(self, store: KeyValues, prompts: Sequence[KVSlot], live: list[int], fixed: bool) -> None:
-        """Set tables of the rows that go on from each prompt, and of where each row finds what its prompt gave."""
-        members = members_of(store, prompts, live)
-        self._shared: list[_Shared] = []
-        groups_of, index_of, offset_of = ([0] * self.rows for _ in range(3))
+    def _lay_out_prompts(self, store: KeyValues, prompts: Sequence[KVSlot], places: list[int], fixed: bool) -> None:
+        """Set the tables of the rows of each prompt, and where each row finds the result of its prompt.
+
+        Args:
+            store: The cache.
+            prompts: Prompt of each row.
+            places: Index of each row.
+            fixed: As in the class.
+        """
+        rows_of = rows_by_prompt(store, prompts, places)
+        self._prompt_parts: list[_PromptPart] = []
+        # Where each row finds its result: group and index in the table of the only pool, or an offset in the results of
+        # all pools.
+        group_of_row = [0] * self.rows
+        index_of_row = [0] * self.rows
+        offset_of_row = [0] * self.rows
         offset = 0
         for pool in store.prompts.values():
-            groups = [members[slot] for slot in pool.slots]
+            groups = [rows_of[slot] for slot in pool.slots]
             count = max(map(len, groups), default=0)
             if count == 0:
                 continue
             lengths = [slot.length for slot in pool.slots]
             longest = max(lengths)
             if fixed:
-                # Each prompt of the table would take as many: only where there is one are they as fast as one.
-                least = ROWS_AS_FAST_AS_ONE if len(groups) == 1 and count > 1 else 1
-                count, longest = max(least, power_of_two(count)), pool.capacity
-                more = power_of_two(len(groups)) - len(groups)
-                groups, lengths = groups + [[]] * more, lengths + [1] * more
+                # One prompt with several rows may as well have eight. With several prompts, each of them would.
+                min_count = ROWS_AS_FAST_AS_ONE if len(groups) == 1 and count > 1 else 1
+                count = max(min_count, power_of_two(count))
+                longest = pool.capacity
+                num_empty = power_of_two(len(groups)) - len(groups)
+                groups = groups + [[]] * num_empty
+                lengths = lengths + [1] * num_empty
                 pool.min_slots = max(pool.min_slots, len(groups))
             for group, rows in enumerate(groups):
                 for index, row in enumerate(rows):
-                    groups_of[row], index_of[row], offset_of[row] = group, index, offset + group * count + index
+                    group_of_row[row] = group
+                    index_of_row[row] = index
+                    offset_of_row[row] = offset + group * count + index
             offset += len(groups) * count
-            # A short group's table goes on with row 0: computed, and never read.
+            # Groups with fewer rows are filled with row 0, whose result is computed again and not read.
             table = self._index([rows + [0] * (count - len(rows)) for rows in groups])
-            self._shared.append(_Shared(pool, table, self._index(lengths), longest))
-        # Where each row is its own prompt's only one, in their order, nothing is to be sorted.
-        is_one = len(self._shared) == 1 and self._shared[0].table.shape == (self.rows, 1)
-        self._is_sorted = is_one and groups_of == list(range(self.rows))
-        self._back = self._index([groups_of, index_of] if len(self._shared) == 1 else offset_of)
+            self._prompt_parts.append(_PromptPart(pool, table, self._index(lengths), longest))
+        # If each prompt has one row and they are in the same order, nothing has to be reordered.
+        has_one_row_each = len(self._prompt_parts) == 1 and self._prompt_parts[0].table.shape == (self.rows, 1)
+        self._is_sorted = has_one_row_each and group_of_row == list(range(self.rows))
+        if len(self._prompt_parts) == 1:
+            self._result_index = self._index([group_of_row, index_of_row])  # [2, R]
+        else:
+            self._result_index = self._index(offset_of_row)  # [R]
 
-    def _begin_rows(self, prompts: Sequence[KVSlot]) -> None:
-        """Let rows without a token of their own yet go on from their prompts' states."""
-        fresh: dict[tuple[KVSlotPool, KVSlotPool], list[tuple[int, int]]] = {}
+    def _copy_prompt_states(self, prompts: Sequence[KVSlot]) -> None:
+        """Copy the states of linear attention from their prompts to rows that have no tokens yet."""
+        pairs: dict[tuple[KVSlotPool, KVSlotPool], list[tuple[int, int]]] = {}
         for slot, prompt in zip(self._slots, prompts, strict=True):
             if slot.length == 0:
-                fresh.setdefault((slot.pool, prompt.pool), []).append((slot.index, prompt.index))
-        for (pool, source), pairs in fresh.items():
-            pool.begin([index for index, _ in pairs], source, [index for _, index in pairs])
+                pairs.setdefault((slot.pool, prompt.pool), []).append((slot.index, prompt.index))
+        for (pool, source), indices in pairs.items():
+            pool.begin([row for row, _ in indices], source, [prompt for _, prompt in indices])
 
     def linear_mask(self, width: int) -> None:
+        """Return None: linear attention continues from states."""
         return None
 
     def read_states(self, layer: int) -> tuple[Tensor, ...]:
-        """Return the states of a layer, [R, ..] each."""
-        return concatenated([tuple(state[: len(own.indices)] for state in own.pool.held(layer)) for own in self._own])
+        """Return the states of a layer of linear attention, [R, ..] each."""
+        parts = []
+        for part in self._row_parts:
+            states = part.pool.stored_states(layer)
+            parts.append(tuple(state[: len(part.indices)] for state in states))
+        return concatenated(parts)
 
     def write_states(self, layer: int, *states: Tensor) -> None:
-        """Store the states of a layer, [R, ..] each."""
-        for own in self._own:
-            for held, fresh in zip(own.pool.held(layer), states, strict=True):
-                held[: len(own.indices)] = fresh[own.rows]
+        """Store the states of a layer of linear attention, [R, ..] each."""
+        for part in self._row_parts:
+            for stored, new in zip(part.pool.stored_states(layer), states, strict=True):
+                stored[: len(part.indices)] = new[part.rows]
 
     def _index(self, values: list[int] | list[list[int]]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._device)
 
     @property
-    def drawn(self) -> Tensor:
-        """Number of tokens [R] that each row's completion has before this step's draw."""
+    def num_sampled(self) -> Tensor:
+        """The number of tokens that each row's completion has before this step, [R]."""
         return self._added + 1
 
     @property
     def shape(self) -> tuple[Any, ...]:
-        """Sizes that a step's kernels depend on, beside the values of tensors."""
-        rows = tuple((own.pool.capacity, len(own.indices), own.reach) for own in self._own)
-        prompts = tuple((shared.pool.capacity, *shared.table.shape) for shared in self._shared)
+        """Everything but the values of tensors on which the kernels of a step depend."""
+        rows = tuple((part.pool.capacity, len(part.indices), part.max_keys) for part in self._row_parts)
+        prompts = tuple((part.pool.capacity, *part.table.shape) for part in self._prompt_parts)
         return rows, prompts, self._is_sorted
 
     @property
     def is_full(self) -> bool:
-        """Return whether, with `fixed`, a row has come to the last key that a step looks at."""
-        return self.skips_hooks and any(max(slot.length for slot in own.pool.slots) == own.reach for own in self._own)
+        """Whether a row has reached the last key that a fixed step reads."""
+        if not self.skips_hooks:
+            return False
+        for part in self._row_parts:
+            if max(slot.length for slot in part.pool.slots) == part.max_keys:
+                return True
+        return False
 
     def addresses(self) -> list[int]:
-        """Return the addresses of what steps read and write of the cache."""
-        own = [tensor for own in self._own for tensor in own.pool.tensors()]
-        shared = [tensor for shared in self._shared for tensor in shared.pool.keys_and_values()]
-        return [tensor.data_ptr() for tensor in own + shared]
+        """Return the addresses of the cache's memory that steps read and write."""
+        tensors: list[Tensor] = []
+        for row_part in self._row_parts:
+            tensors += row_part.pool.tensors()
+        for prompt_part in self._prompt_parts:
+            tensors += prompt_part.pool.keys_and_values()
+        return [tensor.data_ptr() for tensor in tensors]
 
     def state(self) -> list[Tensor]:
-        """Return the tensors that a step reads and then changes: taken twice from these, it does the same."""
-        return [self._added, *(state for own in self._own for state in own.pool.linear_states())]
+        """Return the tensors that a step reads and then changes. If they are restored, a step can be repeated."""
+        state = [self._added]
+        for part in self._row_parts:
+            state += part.pool.linear_states()
+        return state
 
     def load(self, other: "Decode") -> None:
-        """Take over the rows of another of the same shape, into the memory that this one has."""
+        """Copy the rows of another `Decode` of the same shape to the memory of this one."""
         self.live = other.live
-        for mine, theirs in zip(self._tensors(), other._tensors(), strict=True):
-            mine.copy_(theirs)
+        for tensor, other_tensor in zip(self._tensors(), other._tensors(), strict=True):
+            tensor.copy_(other_tensor)
 
     def _tensors(self) -> list[Tensor]:
-        of_prompts = [tensor for shared in self._shared for tensor in (shared.table, shared.lengths)]
-        step = [self._step] if isinstance(self._step, Tensor) else []
-        return [self._added, self._before, *step, self._back, *of_prompts]
+        """Return the tensors that depend on the rows."""
+        tensors = [self._added, self._before]
+        if isinstance(self._step, Tensor):
+            tensors.append(self._step)
+        tensors.append(self._result_index)
+        for part in self._prompt_parts:
+            tensors += [part.table, part.lengths]
+        return tensors
 
     def begin(self) -> None:
         """Prepare positions and masks before the forward of a step."""
-        self.positions = (self._before + self._added)[:, None]  # [R, 1]
+        self.positions = (self._before + self._added)[:, None]
         self._view_rows()
-        self._view_prompts(self._kinds)
+        self._view_prompts(self._layer_of_window)
 
     def _view_rows(self) -> None:
-        for own in self._own:
-            added = self._added[own.rows]
-            longest = own.reach or max(slot.length for slot in own.pool.slots) + 1
-            for window, layer in self._kinds.items():
-                size = own.pool.sizes[layer]
-                seen = min(longest, size)
-                columns = torch.arange(seen, device=self._device)
-                # A window's positions are a ring: once all are written, they hold just what the token sees.
-                own.columns[window] = added if longest <= size else added % size
-                own.views[window] = _View(seen, columns <= added[:, None])
+        """Set where each row writes, and which keys of its own slot it sees, by window."""
+        for part in self._row_parts:
+            added = self._added[part.rows]
+            longest = part.max_keys or max(slot.length for slot in part.pool.slots) + 1
+            for window, layer in self._layer_of_window.items():
+                size = part.pool.sizes[layer]
+                num_keys = min(longest, size)
+                columns = torch.arange(num_keys, device=self._device)
+                # The positions of a window are a ring buffer. Once all are written, they are just those that the token
+                # sees.
+                part.columns[window] = added if longest <= size else added % size
+                part.views[window] = _View(num_keys, columns <= added[:, None])
 
-    def _view_prompts(self, kinds: Mapping[int | None, int]) -> None:
-        for shared in self._shared:
-            for window, layer in kinds.items():
-                size = shared.pool.sizes[layer]
-                columns = torch.arange(min(shared.longest, size), device=self._device)
-                stored = shared.lengths.clamp(max=size)[:, None, None]  # [G, 1, 1]
+    def _view_prompts(self, windows: Mapping[int | None, int]) -> None:
+        """Set which keys of its prompt each row sees.
+
+        Args:
+            windows: Windows, with a layer of each.
+        """
+        for part in self._prompt_parts:
+            for window, layer in windows.items():
+                size = part.pool.sizes[layer]
+                columns = torch.arange(min(part.longest, size), device=self._device)
+                stored = part.lengths.clamp(max=size)[:, None, None]  # [G, 1, 1]
                 visible = columns < stored  # [G, 1, L]
                 if window is not None:
-                    first = self._added[shared.table][..., None] + stored - window + 1  # [G, n, 1]
+                    # A row with `added` tokens of its own is at position stored + added, and sees window - 1 positions
+                    # before that.
+                    first = self._added[part.table][..., None] + stored - window + 1  # [G, n, 1]
                     visible = visible & (columns >= first)
-                shared.views[window] = _View(columns.shape[0], visible)
+                part.views[window] = _View(columns.shape[0], visible)
 
     def end(self) -> None:
-        """Count one token more in the cache for every row, after the forward."""
+        """Count one token more for every row, on the device, after the forward."""
         self._added += self._step
-        parts: list[Own | _Shared] = [*self._own, *self._shared]
-        for part in parts:
-            part.views.clear()
-        for own in self._own:
-            own.columns.clear()
+        for row_part in self._row_parts:
+            row_part.views.clear()
+            row_part.columns.clear()
+        for prompt_part in self._prompt_parts:
+            prompt_part.views.clear()
 
     def lengthen(self) -> None:
         """Count one token more in the slots, on the host, after a step."""
@@ -300,71 +413,97 @@ class Decode:
         is_stored: bool = False,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Write keys and values, and return the attention [R, 1, H, hd_v] of q [R, 1, H, hd].
+        """Store keys and values, and compute attention.
 
-        k is [R, 1, kv, hd], v [R, 1, kv, hd_v].
+        Args:
+            layer: Layer whose keys are used.
+            q: Queries, [R, 1, H, hd].
+            k: Keys, [R, 1, kv, hd].
+            v: Values, [R, 1, kv, hd_v].
+            scale: Factor of the scores.
+            is_stored: Whether the layer has stored k and v already, for models whose layers share them.
+            sinks: A score per head that takes part in the softmax, [H].
+
+        Returns:
+            [R, 1, H, hd_v].
         """
-        window, heads, key_heads = self._windows[layer], q.shape[2], k.shape[2]
+        window, num_heads, key_heads = self._windows[layer], q.shape[2], k.shape[2]
         if not is_stored:
             self._write(layer, k, v)
-        grouped = (q[:, 0] * scale).unflatten(1, (key_heads, heads // key_heads))  # [R, kv, rep, hd]
-        parts = []
-        for own in self._own:
-            view = own.views[window]
-            keys, values = own.pool.layer(layer, k, v)
-            seen = slice(len(own.indices)), slice(None), slice(view.keys)
+        grouped = (q[:, 0] * scale).unflatten(1, (key_heads, num_heads // key_heads))  # [R, kv, rep, hd]
+        results = []
+        for part in self._row_parts:
+            view = part.views[window]
+            keys, values = part.pool.layer(layer, k, v)
+            visible = slice(len(part.indices)), slice(None), slice(view.keys)
             bias = view.bias(q.dtype)[:, None, None]  # [rows, 1, 1, L]
-            parts.append(_attend_to(grouped[own.rows], keys[seen], values[seen], bias))
-        added = Partial(*concatenated(parts))
-        merged = merge_by_log_sum_exp(added, self._over_prompts(layer, grouped, k, v))
+            results.append(_attend_to(grouped[part.rows], keys[visible], values[visible], bias))
+        over_rows = Partial(*concatenated(results))
+        merged = merge_by_log_sum_exp(over_rows, self._over_prompts(layer, grouped, k, v))
         if sinks is not None:
             merged = merge_with_sinks(merged, sinks.view(key_heads, -1))
         return merged.out.to(q.dtype).flatten(1, 2)[:, None]
 
     def _write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Write k [R, 1, kv, hd] and v [R, 1, kv, hd_v] into the rows' slots."""
-        for own in self._own:
-            columns = own.columns[self._windows[layer]]
-            for tensor, fresh in zip(own.pool.layer(layer, k, v), (k, v), strict=True):
-                tensor[own.indices, :, columns] = fresh[own.rows, 0]
+        """Store k [R, 1, kv, hd] and v [R, 1, kv, hd_v] in the rows' slots."""
+        for part in self._row_parts:
+            columns = part.columns[self._windows[layer]]
+            for stored, new in zip(part.pool.layer(layer, k, v), (k, v), strict=True):
+                stored[part.indices, :, columns] = new[part.rows, 0]
 
     def _over_prompts(self, layer: int, grouped: Tensor, k: Tensor, v: Tensor) -> Partial:
-        """Return the attention of scaled queries [R, kv, rep, hd] to their prompts; k, v: as of `KVSlotPool.layer`."""
+        """Compute the attention of rows to their prompts.
+
+        Args:
+            layer: Layer whose keys are used.
+            grouped: Scaled queries, [R, kv, rep, hd].
+            k: As in `KVSlotPool.layer`.
+            v: As in `KVSlotPool.layer`.
+        """
         window, key_heads = self._windows[layer], grouped.shape[1]
-        if key_heads not in self._heads:
-            self._heads[key_heads] = torch.arange(key_heads, device=grouped.device)[:, None]
-        parts = []
-        for shared in self._shared:
-            view = shared.views[window]
-            keys, values = shared.pool.layer(layer, k, v)
-            groups, count = shared.table.shape
-            seen = slice(groups), slice(None), slice(view.keys)
+        if key_heads not in self._head_indices:
+            self._head_indices[key_heads] = torch.arange(key_heads, device=grouped.device)[:, None]
+        results = []
+        for part in self._prompt_parts:
+            view = part.views[window]
+            keys, values = part.pool.layer(layer, k, v)
+            num_groups = part.table.shape[0]
+            visible = slice(num_groups), slice(None), slice(view.keys)
             queries = grouped
             if not self._is_sorted:
-                queries = grouped[shared.table[:, None], self._heads[key_heads]].flatten(2, 3)  # [G, kv, n · rep, hd]
+                # [G, 1, n] and [kv, 1] index [G, kv, n, rep, hd]; the rows of a prompt are then one dimension.
+                queries = grouped[part.table[:, None], self._head_indices[key_heads]].flatten(
+                    2, 3
+                )  # [G, kv, n·rep, hd]
             bias = view.bias(grouped.dtype)[:, None, :, None]  # [G, 1, 1 or n, 1, L]
             if bias.shape[2] > 1:
                 bias = bias.expand(-1, -1, -1, grouped.shape[2], -1)
-            parts.append(_attend_to(queries, keys[seen], values[seen], bias.flatten(2, 3)))
-        return self._by_row(parts)
+            results.append(_attend_to(queries, keys[visible], values[visible], bias.flatten(2, 3)))
+        return self._by_row(results)
 
-    def _by_row(self, parts: Sequence[Partial]) -> Partial:
-        """Reorder parts of each pool of prompts from [G, kv, n · rep, ..] to [R, kv, rep, ..]."""
+    def _by_row(self, results: Sequence[Partial]) -> Partial:
+        """Reorder the results of each pool of prompts, [G, kv, n·rep, ..], to [R, kv, rep, ..]."""
         if self._is_sorted:
-            return parts[0]
-        counts = [shared.table.shape[1] for shared in self._shared]
-        split = [[term.unflatten(2, (n, -1)) for term in part] for part, n in zip(parts, counts, strict=True)]
+            return results[0]
+        split: list[list[Tensor]] = []  # of each pool, out and lse [G, kv, n, rep, ..]
+        for result, part in zip(results, self._prompt_parts, strict=True):
+            num_rows = part.table.shape[1]
+            split.append([term.unflatten(2, (num_rows, -1)) for term in result])
         if len(split) == 1:
-            groups, index = self._back
-            return Partial(*(term[groups, :, index] for term in split[0]))
-        # [G · n, kv, rep, ..] of all pools together
-        flat = [tuple(term.transpose(1, 2).flatten(0, 1) for term in part) for part in split]
-        return Partial(*(term[self._back] for term in concatenated(flat)))
+            groups, indices = self._result_index
+            return Partial(*(term[groups, :, indices] for term in split[0]))
+        # [G·n, kv, rep, ..] of all pools together
+        flat = [tuple(term.transpose(1, 2).flatten(0, 1) for term in terms) for terms in split]
+        return Partial(*(term[self._result_index] for term in concatenated(flat)))
 
 
 class _View:
-    """View of a part that the layers of one kind have in one step: the first `keys` positions, those that are `visible`
-    [..., L]."""
+    """Keys of a part that are visible in one step, to the layers with one window.
+
+    Args:
+        keys: The number of keys to read, the first ones of each slot.
+        visible: Which of these are visible, bool [..., keys].
+    """
 
     def __init__(self, keys: int, visible: Tensor):
         self.keys = keys
@@ -372,41 +511,67 @@ class _View:
         self._bias: Tensor | None = None
 
     def bias(self, dtype: torch.dtype) -> Tensor:
+        """Return the mask that is added to the scores, [..., keys]."""
         if self._bias is None:
             self._bias = additive(self._visible, dtype)
         return self._bias
 
 
 @dataclass
-class Own:
-    """The rows of one pool: consecutive ones, in its first slots. reach: the number of keys that a step looks at, None
-    for as many as there are. columns: where a step writes, by window."""
+class RowPart:
+    """Rows whose slots are in one pool.
+
+    Attributes:
+        pool: The pool. The rows have its first slots.
+        rows: Their indices among the R rows.
+        indices: Indices of their slots, [rows].
+        max_keys: The number of keys that a fixed step reads. None: as many as are used.
+        columns: Position in the slot at which each row writes in this step, [rows], by window.
+        views: Visible keys in this step, by window.
+    """
 
     pool: KVSlotPool
     rows: slice
     indices: Tensor
-    reach: int | None
+    max_keys: int | None
     columns: dict[int | None, Tensor] = field(default_factory=dict)
     views: dict[int | None, _View] = field(default_factory=dict)
 
 
 @dataclass
-class _Shared:
-    """The prompts of one pool, and the rows [G, n] that go on from each."""
+class _PromptPart:
+    """Prompts in one pool.
+
+    Attributes:
+        pool: The pool.
+        table: Rows of each prompt, [G, n].
+        lengths: Lengths of the prompts, [G].
+        longest: The number of keys to read.
+        views: Visible keys in this step, by window.
+    """
 
     pool: KVSlotPool
     table: Tensor
-    lengths: Tensor  # [G]
+    lengths: Tensor
     longest: int
     views: dict[int | None, _View] = field(default_factory=dict)
 
 
-def members_of(store: KeyValues, prompts: Sequence[KVSlot], rows: Sequence[int]) -> dict[KVSlot, list[int]]:
-    """Return the rows that go on from each prompt of the cache; prompts: of each of `rows`."""
-    members: dict[KVSlot, list[int]] = {slot: [] for pool in store.prompts.values() for slot in pool.slots}
+def rows_by_prompt(store: KeyValues, prompts: Sequence[KVSlot], rows: Sequence[int]) -> dict[KVSlot, list[int]]:
+    """Return the rows of each prompt in the cache.
+
+    Args:
+        store: The cache.
+        prompts: Prompt of each row.
+        rows: Indices of the rows.
+    """
+    rows_of: dict[KVSlot, list[int]] = {}
+    for pool in store.prompts.values():
+        for slot in pool.slots:
+            rows_of[slot] = []
     for row, prompt in zip(rows, prompts, strict=True):
-        members[prompt].append(row)
-    return members
+        rows_of[prompt].append(row)
+    return rows_of
 
 
 def _attend_to(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Partial:
@@ -423,21 +588,35 @@ def _attend_to(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Partial:
     Returns:
         out [B, kv, m, hd_v] and lse [B, kv, m]. Queries that see no key get 0 and -inf.
     """
-    half = q.dtype in (torch.bfloat16, torch.float16)
-    if half and q.device.type == "cpu":
+    is_half = q.dtype in (torch.bfloat16, torch.float16)
+    if is_half and q.device.type == "cpu":
         return CpuFlash().forward(q, k, v, bias.expand(-1, 1, q.shape[2], -1), 1.0)
-    scores = _products(q, k.transpose(-1, -2), half).add_(bias)
+    scores = _products(q, k.transpose(-1, -2), is_half).add_(bias)
     lse = torch.logsumexp(scores, -1)
-    weights = scores.sub_(lse.clamp(min=torch.finfo(lse.dtype).min)[..., None]).exp_()
-    return Partial(_products(weights.to(v.dtype), v, half), lse)
+    # Without a visible key the lse is -inf, and -inf - (-inf) would be NaN.
+    finite_lse = lse.clamp(min=torch.finfo(lse.dtype).min)
+    weights = scores.sub_(finite_lse[..., None]).exp_()
+    return Partial(_products(weights.to(v.dtype), v, is_half), lse)
 
 
-def _products(a: Tensor, b: Tensor, half: bool) -> Tensor:
-    """Return a [B, kv, m, x] @ b [B, kv, x, n], in float32 where they are of half precision."""
-    flat = a.flatten(0, 1), b.flatten(0, 1)
-    return (torch.bmm(*flat, out_dtype=torch.float32) if half else torch.bmm(*flat)).unflatten(0, a.shape[:2])
+def _products(a: Tensor, b: Tensor, is_half: bool) -> Tensor:
+    """Return a [B, kv, m, x] @ b [B, kv, x, n], in float32 if they have half precision."""
+    flat_a, flat_b = a.flatten(0, 1), b.flatten(0, 1)
+    if is_half:
+        product = torch.bmm(flat_a, flat_b, out_dtype=torch.float32)
+    else:
+        product = torch.bmm(flat_a, flat_b)
+    return product.unflatten(0, a.shape[:2])
 
 
 def concatenated(parts: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-    """Return the tensors of several tuples, those at one place as one."""
-    return parts[0] if len(parts) == 1 else tuple(torch.cat(tensors) for tensors in zip(*parts, strict=True))
+    """Concatenate tuples of tensors, entry by entry, along the first dimension.
+
+    Example:
+        >>> a, b = concatenated([(torch.zeros(2), torch.zeros(2, 3)), (torch.zeros(1), torch.zeros(1, 3))])
+        >>> list(a.shape), list(b.shape)
+        ([3], [3, 3])
+    """
+    if len(parts) == 1:
+        return parts[0]
+    return tuple(torch.cat(tensors) for tensors in zip(*parts, strict=True))

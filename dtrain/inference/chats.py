@@ -1,14 +1,14 @@
-"""Chats as prompts of an engine: token ids, and images if messages have parts with them.
+"""Conversion of chats to prompts of an engine: token ids, and images if messages have parts with images.
 
-`ChatEncoder` makes a `ChatPrompt` of messages. `ImagePrompt` is a prompt with images as it is sent to a server, with
-the bytes of the images' files. Nothing is read from a path or a URL here: a part's image is a data URI, or `{"bytes",
-"path"}` as `image_part` makes it. Torch is imported where pixels are asked for.
+`ChatEncoder` encodes messages to a `ChatPrompt`. `ImagePrompt` is a prompt with images for a server, to which the bytes
+of the images' files are sent. Chats never name files or URLs that are read here: the image of a part is a data URI, or
+`{"bytes", "path"}` as `image_part` returns it. torch is imported only for decoding pixels, because servers of text
+start faster without it.
 """
 
 import base64
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,13 +28,18 @@ if TYPE_CHECKING:
     from dtrain.models.common.micro_batch import Images
 
 
+# The type of an image file by its first bytes.
 _MIME_TYPES = {b"\xff\xd8": "jpeg", b"GIF": "gif", b"RIFF": "webp", b"BM": "bmp", b"II": "tiff", b"MM": "tiff"}
 
 NO_IMAGES = "this model takes no images"
 
 
 class ImageError(UserError):
-    """Error of a chat's image, by its number among the chat's, from 0."""
+    """An image of a chat cannot be used.
+
+    Attributes:
+        number: Index of the image in the chat.
+    """
 
     def __init__(self, number: int, message: str):
         self.number = number
@@ -43,29 +48,51 @@ class ImageError(UserError):
 
 @dataclass(frozen=True)
 class ChatPrompt:
-    """Prompt of a chat: its token ids, and its images in order, which are not decoded yet."""
+    """Prompt of a chat.
+
+    Attributes:
+        ids: Token ids.
+        images: Images in order, not decoded yet.
+    """
 
     ids: list[int]
     images: Sequence[LaidOutImage] = ()
 
 
 class ChatEncoder:
-    """Encoder of chats to prompts by `encoder`, which has the reader of the model's images; problem: why it has none,
-    else. images: another reader of the same model's."""
+    """Encoder of chats to prompts.
+
+    Args:
+        encoder: Encoder of prompts, with the reader of images if the model uses images.
+        problem: Reason why there is no reader of images.
+        images: Another reader of images in place of the encoder's.
+
+    Attributes:
+        encoder: As in the arguments.
+    """
 
     def __init__(self, encoder: PromptEncoder, problem: str = NO_IMAGES, images: ImageReader | None = None):
-        self.encoder, self._problem, self._images = encoder, problem, encoder.images if images is None else images
+        self.encoder = encoder
+        self._problem = problem
+        self._images = encoder.images if images is None else images
         self._bounded: ChatEncoder | None = None
 
     def encode(self, prompt: Prompt) -> ChatPrompt:
-        """Return the prompt of a chat, in which parts are `{"type": "image", "image"}`. Raises UserError, ImageError
-        for an image that cannot be used."""
+        """Encode a chat.
+
+        Args:
+            prompt: The chat. Parts with images are `{"type": "image", "image": ...}`.
+
+        Raises:
+            UserError: If the chat cannot be encoded.
+            ImageError: If an image cannot be used.
+        """
         values = [part["image"] for part in image_parts(prompt.content)]  # type: ignore[arg-type]
         images = self.lay_out_all(values)
         return ChatPrompt(self.encoder.encode(prompt, images), images)
 
     def lay_out_all(self, values: Sequence[Any]) -> list[LaidOutImage]:
-        """Return images by their headers. Raises ImageError."""
+        """Return the layout of images, for which only their headers are read. Raises ImageError."""
         images = []
         for number, value in enumerate(values):
             try:
@@ -75,30 +102,44 @@ class ChatEncoder:
         return images
 
     def lay_out(self, value: Any) -> LaidOutImage:
-        """Return an image by its header. Raises UserError, also where the model takes none."""
+        """Return the layout of an image. Raises UserError if it cannot be used, or the model uses no images."""
         return self.reader.lay_out(value, None)
 
     @property
     def reader(self) -> ImageReader:
-        """The reader of images. Raises UserError where there is none."""
+        """The reader of images. Raises UserError if there is none."""
         if self._images is None:
             raise UserError(self._problem)
         return self._images
 
     def within(self, max_pixels: int | None) -> "ChatEncoder":
-        """Return the encoder with this bound on the pixels of images; None: the processor's own. Only for the images of
-        token ids. Raises UserError where the model takes none."""
+        """Return an encoder with a limit on the pixels of images, for laying out the images of given token ids.
+
+        Args:
+            max_pixels: The limit. None: that of the model's image processor.
+
+        Raises:
+            UserError: If the model uses no images.
+        """
         if max_pixels is None:
             return self
         bounded = self._bounded
         if bounded is None or bounded.reader.max_pixels != max_pixels:
             bounded = ChatEncoder(self.encoder, self._problem, replace(self.reader, max_pixels=max_pixels))
-            self._bounded = bounded  # a server parses requests on many threads
+            # Returned from the local variable, because a server parses requests on many threads.
+            self._bounded = bounded
         return bounded
 
     def images_of(self, prompt: ChatPrompt, pixels: "Tensor | None" = None) -> "Images | None":
-        """Return the images as a request has them, decoded; None of a prompt without. pixels: of the same images, where
-        they are decoded already. Raises ImageError for one that cannot be decoded."""
+        """Decode the images of a prompt, and return them as a request has them. None if there are no images.
+
+        Args:
+            prompt: The prompt.
+            pixels: Pixels of the same images, if they are decoded already.
+
+        Raises:
+            ImageError: If an image cannot be decoded.
+        """
         if not prompt.images:
             return None
         import torch
@@ -119,14 +160,21 @@ class ChatEncoder:
 
 
 def image_part(path: Path) -> dict[str, Any]:
-    """Return the part of a message that has the image in a file; only its header is looked at. Raises UserError."""
+    """Return a part of a message with the image in a file. Raises UserError if the file is no image.
+
+    Only the image's header is decoded.
+    """
     image = read_image(path, Path())
     image.header()
     return {"type": "image", "image": {"bytes": image.data, "path": str(path)}}
 
 
 def vision_problem(files: Path) -> str | None:
-    """Return why images cannot be given to the model of these files, weights apart; None where they can."""
+    """Return the reason why the model in a directory uses no images, apart from its weights. None if it does.
+
+    Args:
+        files: Directory of the model's files.
+    """
     from dtrain.models.read_config import read_config
 
     if not has_vision(files):
@@ -143,12 +191,14 @@ def vision_problem(files: Path) -> str | None:
 class ImagePrompt:
     """Prompt with images, for an engine whose server decodes them.
 
-    records     its images, in order
-    messages    its conversation, with bare parts in the place of images; tools: what that lists
-    token_id    the id of image tokens
-    short_ids   its token ids with one image token for each image, as servers expand them; None where the model's
-                processor writes more around an image than tokens of its own
-    max_pixels  `data.image_max_pixels`
+    Attributes:
+        records: The images, in order.
+        messages: The conversation, with empty parts in the places of images.
+        tools: Tools of the conversation.
+        token_id: Id of image tokens.
+        short_ids: Token ids with only one image token per image, which servers expand. None if the model's processor
+            writes text around an image that is not a token of its own.
+        max_pixels: `data.image_max_pixels`.
     """
 
     records: "Sequence[ImageRecord]"
@@ -172,14 +222,20 @@ class ImagePrompt:
         return cls(records, messages, tools, reader.token_id, short_ids, reader.max_pixels)
 
     def uris(self) -> list[str]:
-        """Return the images as data URIs. Raises UserError for a file that is gone or another one."""
+        """Return the images as data URIs. Raises UserError if a file is missing or has changed."""
         return [_data_uri(record.image().data) for record in self.records]
 
     def chat(self) -> list[dict[str, Any]]:
-        """Return the messages as OpenAI's API has them, with the images. Raises UserError, also for a conversation that
-        was cut and lost images."""
+        """Return the messages in the format of OpenAI's API, with the images.
+
+        Raises:
+            UserError: If the conversation was cut to its maximum length and lost images, or a file is missing or has
+                changed.
+        """
         uris = iter(self.uris())
-        count = sum(map(_is_image, (part for message in self.messages for part in _parts(message))))
+        count = 0
+        for message in self.messages:
+            count += sum(map(_is_image, _parts(message)))
         if count != len(self.records):
             raise UserError(
                 f"the prompt lost {count - len(self.records)} of its {count} images when it was cut to its room, and "
@@ -194,38 +250,64 @@ class ImagePrompt:
         return messages
 
     def difference(self, expected: Sequence[int], read: Sequence[int]) -> str | None:
-        """Return how the ids that a server read differ from the prompt's, `expected`; None where they do not."""
-        if list(read) == list(expected):
+        """Describe how the ids that a server has read differ from the prompt's. None if they are equal.
+
+        Args:
+            expected: Ids of the prompt.
+            read: Ids that the server has read.
+        """
+        expected, read = list(expected), list(read)
+        if read == expected:
             return None
-        pairs = enumerate(zip(expected, read, strict=False))
-        place = next((place for place, (own, other) in pairs if own != other), min(len(expected), len(read)))
-        own, other = (ids[place] if place < len(ids) else "no token" for ids in (expected, read))
-        counts = [sum(token == self.token_id for token in ids) for ids in (expected, read)]
-        images = f", and its images are {counts[1]} tokens there and {counts[0]} here" if counts[0] != counts[1] else ""
-        return f"token {place} of the prompt is {other} there and {own} here{images}"
+        index = 0
+        while index < min(len(expected), len(read)) and expected[index] == read[index]:
+            index += 1
+        expected_token = expected[index] if index < len(expected) else "no token"
+        read_token = read[index] if index < len(read) else "no token"
+        text = f"token {index} of the prompt is {read_token} there and {expected_token} here"
+        expected_images, read_images = expected.count(self.token_id), read.count(self.token_id)
+        if read_images != expected_images:
+            text += f", and its images are {read_images} tokens there and {expected_images} here"
+        return text
 
 
 def _short_ids(reader: "ImageReader", ids: Sequence[int], records: "Sequence[ImageRecord]") -> list[int] | None:
+    """Return `ImagePrompt.short_ids`.
+
+    Example: with the image token 9 and the tokens 7 and 8 before and after an image, 1 7 9 9 9 8 2 becomes 1 9 2.
+    """
     tokens, vocabulary = reader.processor.tokens, reader.tokenizer.vocabulary
-    around = tokens.before, tokens.after
-    if tokens.placeholder != tokens.token or not all(text == "" or text in vocabulary for text in around):
+    is_token = [text == "" or text in vocabulary for text in (tokens.before, tokens.after)]
+    if tokens.placeholder != tokens.token or not all(is_token):
         return None
-    before, after = (len(text) > 0 for text in around)
-    places, dropped = reader.image_positions(ids), set[int]()
-    counts = [record.layout.tokens for record in records]
-    for start, count in zip(accumulate(counts, initial=0), counts, strict=False):
-        own = places[start : start + count]
-        dropped |= {*own[1:], *([own[0] - 1] if before else ()), *([own[-1] + 1] if after else ())}
+    places = reader.image_positions(ids)  # of image tokens
+    dropped = set[int]()
+    start = 0
+    for record in records:
+        image_places = places[start : start + record.layout.tokens]
+        start += record.layout.tokens
+        dropped.update(image_places[1:])
+        if tokens.before:
+            dropped.add(image_places[0] - 1)
+        if tokens.after:
+            dropped.add(image_places[-1] + 1)
     return [token for place, token in enumerate(ids) if place not in dropped]
 
 
 def _data_uri(data: bytes) -> str:
-    kind = next((kind for mark, kind in _MIME_TYPES.items() if data.startswith(mark)), "png")
-    kind = "avif" if data[4:11] == b"ftypavi" else kind
+    """Return the bytes of an image file as a data URI."""
+    kind = "png"
+    for first_bytes, type_name in _MIME_TYPES.items():
+        if data.startswith(first_bytes):
+            kind = type_name
+            break
+    if data[4:11] == b"ftypavi":
+        kind = "avif"
     return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
 
 
 def _parts(message: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """Return the parts of a message's content, none if it is text."""
     content = message.get("content")
     return content if isinstance(content, list) else ()
 
@@ -235,4 +317,7 @@ def _is_image(part: Mapping[str, Any]) -> bool:
 
 
 def _as_image_url(part: Mapping[str, Any], uris: Iterator[str]) -> dict[str, Any]:
-    return {"type": "image_url", "image_url": {"url": next(uris)}} if _is_image(part) else {**part}
+    """Return a part in OpenAI's format. A part with an image takes the next of `uris`."""
+    if _is_image(part):
+        return {"type": "image_url", "image_url": {"url": next(uris)}}
+    return {**part}

@@ -1,13 +1,23 @@
-"""The native engine of one rank: continuous batching over a KV cache, from requests to completions.
+"""The generation engine of one rank: continuous batching over a KV cache, from requests to completions.
 
-Requests wait in a queue. Each step lets in as many as rows and memory allow, reads the prompts that are not in the
-cache yet, once each whatever the number of their samples, and decodes one token of every row; rows that have ended
-leave. What a completion is does not depend on what else is in the batch, but for rounding.
+Requests wait in a queue. Each `Engine.step` admits as many as rows and memory allow, reads their prompts, and decodes
+one token of every row. Rows that have ended leave, and make room for waiting requests. Example: an engine with 3 rows,
+and 4 requests, of which A1 and A2 are two samples of the same prompt A:
 
-`score_prompts` and `classify_rows` need one forward and sample nothing: they return log-probabilities of the tokens of
-prompts, and a classifier's outputs for texts.
+    step 1    admit A1 A2 B    read the prompts A and B once each, and sample the first tokens of A1, A2 and B
+                               decode one token more of A1, A2 and B
+    step 2                     decode one token of A1, A2 and B       A2 ends with a stop token
+    step 3    admit C          read the prompt C, and sample its first token
+                               decode one token of A1, B and C
+
+On CUDA, reading sampled tokens waits for the device. So the host reads them only every 16 steps, and a row may compute
+tokens beyond its end, which are dropped. A completion does not depend on the other requests, except for rounding.
+
+`score_prompts` and `classify_rows` need only one forward and sample nothing. They return the log-probabilities of the
+tokens of prompts, and the outputs of a classifier.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -41,21 +51,46 @@ if TYPE_CHECKING:
 
 
 Ticket = int
+"""Identity of a request in an engine."""
 
-# How many tokens are decoded between looks at which rows have ended: on CUDA each look waits for the device.
-_LOOK_EVERY = {"cpu": 1}
-_LOOK_EVERY_ELSEWHERE = 16
+# Steps between readings of sampled tokens. On CUDA, each reading waits for the device.
+_STEPS_PER_READ = {"cpu": 1}
+_STEPS_PER_READ_ELSEWHERE = 16
 
-MAX_LOGITS_PER_CHUNK = 1 << 26  # elements, in float32
+# Elements of the float32 logits that `score_prompts` computes at once.
+MAX_LOGITS_PER_CHUNK = 1 << 26
 
 
 @dataclass
 class DecodingRows:
-    """Rows that are being decoded. step: the captured one, None without graphs."""
+    """Rows that are decoded together.
+
+    Attributes:
+        decode: Their cache.
+        sampler: Their sampling settings.
+        step: The captured step. None without CUDA graphs.
+    """
 
     decode: Decode
     sampler: Sampler
     step: "GraphedStep | None" = None
+
+
+@dataclass
+class _Sampled:
+    """Tokens that were sampled, and not yet read by the host.
+
+    Attributes:
+        rows: The rows, R of them.
+        tokens: Token of each, int64 [R].
+        logprobs: Its log-probability, [R].
+        routed: Experts of the tokens that were read to sample these, [R, 1, layers, k]. None if not recorded.
+    """
+
+    rows: list[RunningSequence]
+    tokens: Tensor
+    logprobs: Tensor
+    routed: Tensor | None
 
 
 @contextmanager
@@ -70,7 +105,11 @@ def evaluation_mode(model: CausalLM) -> Iterator[None]:
 
 
 class NonFiniteLogits(UserError):
-    """The model's logits for the rows of `tickets` are not finite. These have ended; the others go on unharmed."""
+    """The model's logits of some rows are not finite. These rows have ended; the others continue.
+
+    Attributes:
+        tickets: The requests.
+    """
 
     def __init__(self, tickets: Sequence[Ticket]):
         self.tickets = tickets
@@ -81,35 +120,48 @@ class NonFiniteLogits(UserError):
 
 
 class Peers:
-    """Actions of an engine together with other ranks: none, where it is alone. `native` derives those that act.
+    """What an engine does together with other ranks. This class is for an engine without any; `native` overrides it.
 
-    run_tower: whether the forward that comes runs the vision tower on every rank, for one of them has images.
+    Attributes:
+        run_tower: Whether the next forward runs the vision tower on every rank, because one of them has images.
     """
 
     run_tower = False
 
     def before_forward(self, has_images: bool) -> None:
-        """Prepare a forward; called before every one of the model. has_images: whether this rank's has some."""
+        """Prepare a forward. Called before every forward of the model.
+
+        Args:
+            has_images: Whether this rank's forward has images.
+        """
 
     def agree(self, tokens: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return tokens [R] int64 and logprobs [R], as drawn: the same on all ranks that compute the same rows."""
+        """Return sampled tokens, int64 [R], and logprobs, [R], that are the same on all ranks with the same rows."""
         return tokens, logprobs
 
-    def give_up(self) -> bool:
-        """Return whether to stop between two steps; the same answer on all ranks that compute the same rows."""
+    def should_stop(self) -> bool:
+        """Check whether to stop between two steps. All ranks with the same rows return the same."""
         return False
 
 
 class Engine:
-    """Engine of one rank, on a model that is whole on its device, gathered, or split over tp ranks that run in step.
+    """Engine of one rank. The model is complete on its device, gathered, or sharded over tp ranks that run in lockstep.
 
-    decode: token ids → text; needed for stop texts only. max_rows: sequences decoded together. max_tokens: positions
-    of keys and values held at a time, in slots of powers of two. Both are chosen by default, see `choose_budget`.
-    A request is let in only when its whole length fits, so that none is ever thrown out.
-    steps: decodes by captured graphs, for a model that is whole on its device and whose weights are gathered; rows then
-    have slots for all their tokens from the beginning. records_routing: keeps where the tokens of prompts went, so that
-    requests may ask for it; of a mixture of experts, without graphs. flash: attends in place of products, for many rows
-    (`NativeEngine` chooses it): FlashAttention-2 never splits keys, so that few rows of many keys are slow.
+    A request is admitted only if its full length fits into memory, so a running one is never evicted.
+
+    Args:
+        model: The model.
+        decode: Decodes token ids to text. Needed only for stop texts.
+        max_rows: Sequences that are decoded together. None: see `choose_budget`.
+        max_tokens: Positions of keys and values in the cache, in slots of powers of two. None: see `choose_budget`.
+        device: Device of the engine. None: that of the parameters.
+        peers: Other ranks.
+        steps: Decodes by captured CUDA graphs, if the model is complete on its device or its weights are gathered. Rows
+            then have slots for all their tokens from the beginning.
+        records_routing: Record the experts of prompt tokens, so that requests may ask for them. Only for mixtures of
+            experts, and without graphs.
+        flash: Attention of decoding rows to their slots. None: matrix products. `NativeEngine` uses it for its many
+            rows. With a few rows of many keys it is slow, because FlashAttention-2 does not split keys.
     """
 
     def __init__(
@@ -134,30 +186,33 @@ class Engine:
         self._decode_text = decode
         self._peers = peers or Peers()
         self._steps = steps
-        self._notes_experts = records_routing
+        self._records_routing = records_routing
         self._flash = flash
         self.adapters: AdapterContext | None = None  # of every forward, see `use_adapters`
-        self._look_every = _LOOK_EVERY.get(self.device.type, _LOOK_EVERY_ELSEWHERE)
-        self._tickets = 0
+        self._steps_per_read = _STEPS_PER_READ.get(self.device.type, _STEPS_PER_READ_ELSEWHERE)
+        self._last_ticket = 0
         self._sequences: dict[Ticket, RunningSequence] = {}  # unfinished ones
-        self._finished: list[tuple[Ticket, Completion]] = []  # to be handed out
+        self._finished: list[tuple[Ticket, Completion]] = []  # not yet returned by `step`
         self._failed: list[Ticket] = []
         self._clear()
 
     def _clear(self) -> None:
-        """Drop cache and rows: an engine without work holds no memory but what its steps keep, for weights and batch
-        change between calls."""
-        steps, config = self._steps, self.model.config
-        self._store = KeyValues.of(config, self._flash) if steps is None else steps.rest(self._flash)
-        self._waiting: dict[PromptKey, deque[RunningSequence]] = {}  # by prompt, the first that came first
+        """Drop cache and rows.
+
+        Weights and batches change between calls, so an engine without work keeps no memory but that of captured steps.
+        """
+        config = self.model.config
+        if self._steps is None:
+            self._store = KeyValues.of(config, self._flash)
+        else:
+            self._store = self._steps.rest(self._flash)
+        self._waiting: dict[PromptKey, deque[RunningSequence]] = {}  # by prompt, in the order of the prompts' arrival
         self._prompts: dict[PromptKey, CachedPrompt] = {}  # in the cache
-        self._held = 0  # positions that prompts and rows may come to fill
+        self._reserved = 0  # positions that prompts and rows may come to fill
         self._rows: list[RunningSequence] = []  # decoding, in the cache's order
-        # Drawn since the last look: rows, their tokens [R] int64 and logprobs [R]; and the experts that the tokens read
-        # for them went to, [R, 1, layers, k], where these were noted.
-        self._fresh: list[tuple[list[RunningSequence], Tensor, Tensor, Tensor | None]] = []
-        self._tokens = self._index([])  # the last ones drawn, [R]
-        self._decoding: DecodingRows | None = None  # None: rows came, went or grew
+        self._unread: list[_Sampled] = []
+        self._tokens = self._index([])  # the last token of each row, [R]
+        self._decoding: DecodingRows | None = None  # None if rows have come, gone or moved
 
     def use_adapters(self, enabled: bool) -> None:
         """Compute further requests with the model's adapters, as an engine does at first, or without them.
@@ -174,8 +229,13 @@ class Engine:
         self.adapters = None if enabled else NO_ADAPTERS
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """Return the completions of `requests`, in order. The engine must hold no other work. Raises UserError, and
-        Interrupted where its peers give up."""
+        """Return the completions of `requests`, in order.
+
+        Raises:
+            UserError: If a request is not valid, or logits are not finite.
+            ValueError: If the engine has other work.
+            Interrupted: If the peers give up.
+        """
         if self.has_work:
             raise ValueError("generate needs an engine without work; use add and step beside others")
         for index, request in enumerate(requests):
@@ -184,7 +244,8 @@ class Engine:
         completions: dict[Ticket, Completion] = {}
         try:
             while self.has_work:
-                if not self._fresh and self._peers.give_up():  # just looked: the answer waits for no device
+                # Only right after a reading, when the peers' answer does not wait for the device.
+                if not self._unread and self._peers.should_stop():
                     raise Interrupted
                 completions.update(self.step())
         finally:
@@ -192,23 +253,30 @@ class Engine:
         return [completions[ticket] for ticket in tickets]
 
     def add(self, request: Request) -> Ticket:
-        """Put a request in the queue and return its ticket, its name from here on. Raises UserError for a bad one."""
+        """Put a request in the queue, and return its ticket. Raises UserError if it is not valid."""
         self.check(request, "the request")
         return self._enqueue(request)
 
     @property
     def has_work(self) -> bool:
-        """Return whether a request waits or is being decoded, or `step` has a completion still to hand out."""
+        """Whether a request waits or is being decoded, or `step` has a completion to return."""
         return bool(self._sequences or self._finished)
 
     def progress(self, ticket: Ticket, start: int = 0) -> tuple[list[int], list[float]]:
-        """Return token ids and logprobs of an unfinished ticket so far, from the `start`-th on. For streaming: `step`
-        adds to them. Raises KeyError where the ticket has ended."""
+        """Return the tokens and logprobs of an unfinished request so far, for streaming.
+
+        Args:
+            ticket: The request.
+            start: The number of tokens to leave out at the beginning.
+
+        Raises:
+            KeyError: If the request has ended.
+        """
         sequence = self._sequences[ticket]
         return sequence.ids[start:], sequence.logprobs[start:]
 
     def cancel(self, ticket: Ticket) -> None:
-        """Drop a ticket, waiting or decoding; nothing where it has ended already."""
+        """Drop a request, whether it waits or is being decoded. Does nothing if it has ended."""
         self._finished = [(other, completion) for other, completion in self._finished if other != ticket]
         sequence = self._sequences.pop(ticket, None)
         if sequence is None:
@@ -225,19 +293,25 @@ class Engine:
 
     @torch.no_grad()
     def step(self) -> list[tuple[Ticket, Completion]]:
-        """Let waiting requests in, decode one token of every row, and return what has ended, in no fixed order.
+        """Admit waiting requests, decode one token of every row, and return the completions that have ended.
 
-        On CUDA completions come up to 16 steps late: looking at tokens waits for the device. Without work it returns
-        nothing. Raises NonFiniteLogits for rows whose logits are not finite; other ended rows come with the next step.
+        They are in no particular order. On CUDA they may come up to 16 steps late, because reading tokens waits for the
+        device.
+
+        Raises:
+            NonFiniteLogits: If the logits of rows are not finite. The next step returns what has ended besides these.
         """
         with evaluation_mode(self.model):
             if self._sequences:
                 self._drop_ended()
-                decoding = self._lay_out(*self._read_prompts(self._admit()))
+                entering, first_tokens = self._read_prompts(self._admit())
+                decoding = self._lay_out(entering, first_tokens)
                 if decoding is not None:
                     self._decode(decoding)
-                if self._fresh and (len(self._fresh) >= self._look_every or all(row.has_all for row in self._rows)):
-                    self._look()
+                if self._unread:
+                    is_due = len(self._unread) >= self._steps_per_read
+                    if is_due or all(row.has_all for row in self._rows):
+                        self._read_sampled()
         if not self._sequences:
             self._clear()
         if self._failed:
@@ -247,8 +321,9 @@ class Engine:
         return finished
 
     def _enqueue(self, request: Request) -> Ticket:
-        self._tickets += 1
-        ticket = self._tickets
+        """Put a checked request in the queue."""
+        self._last_ticket += 1
+        ticket = self._last_ticket
         if request.sampling.max_new_tokens == 0:
             self._finished.append((ticket, Completion()))
             return ticket
@@ -258,37 +333,38 @@ class Engine:
         return ticket
 
     def drop_all_work(self) -> None:
-        """Drop all work, also where a step has raised in its middle."""
+        """Drop all work, also after a step has raised an error."""
         self._sequences.clear()
         self._finished.clear()
         self._failed.clear()
         self._clear()
 
     def _admit(self) -> list[RunningSequence]:
-        """Return the waiting sequences that rows and memory suffice for; new prompts get their slots, not yet read.
-
-        Those whose prompt is in the cache come first, then by arrival; none overtakes one that must wait for memory.
-        """
+        """Return the waiting sequences for which there are rows and memory."""
         entering = self._admit_within(self.budget.rows - len(self._rows))
         if not entering and not self._rows:
-            # Prompts kept for samples that wait may fill the memory that one of these needs.
+            # Prompts that are kept for waiting samples may take the memory that the next sequence needs.
             self._store.release([prompt.slot for prompt in self._prompts.values()])
             self._prompts.clear()
-            self._held = 0
+            self._reserved = 0
             entering = self._admit_within(self.budget.rows)
         return entering
 
     def _admit_within(self, rows: int) -> list[RunningSequence]:
+        """Return at most `rows` waiting sequences for which there is memory.
+
+        Samples of cached prompts come first, then by arrival. None overtakes a sequence that must wait for memory.
+        """
         entering: list[RunningSequence] = []
         for prompt in sorted(self._waiting, key=lambda prompt: prompt not in self._prompts):
             queue = self._waiting[prompt]
-            is_held = prompt in self._prompts
+            has_slot = prompt in self._prompts
             while queue and len(entering) < rows:
-                needed = queue[0].capacity + (0 if is_held else slot_size(len(prompt.ids)))
-                if self._held + needed > self.budget.tokens:
+                needed = queue[0].capacity + (0 if has_slot else slot_size(len(prompt.ids)))
+                if self._reserved + needed > self.budget.tokens:
                     break
-                self._held += needed
-                is_held = True
+                self._reserved += needed
+                has_slot = True
                 entering.append(queue.popleft())
             if queue:
                 break
@@ -296,16 +372,22 @@ class Engine:
         return entering
 
     def _read_prompts(self, entering: list[RunningSequence]) -> tuple[list[RunningSequence], Tensor]:
-        """Read the prompts that `entering` needs, draw first tokens; return the rows that go on, and theirs [rows]."""
+        """Read the prompts of admitted sequences that are not cached, and sample the first tokens.
+
+        Returns:
+            The sequences that continue, and the first token of each, int64 [rows].
+        """
         if not entering:
             return [], self._index([])
-        # Prompts of one size together: little is padding, and their slots lie side by side. Those with images apart.
-        by_size: dict[tuple[int, bool], list[RunningSequence]] = {}
-        for row in {row.prompt: row for row in entering}.values():
+        # Prompts of one slot size are read together: they need little padding, and their slots are consecutive. Prompts
+        # with images are read separately.
+        one_per_prompt = {row.prompt: row for row in entering}
+        groups: dict[tuple[int, bool], list[RunningSequence]] = {}
+        for row in one_per_prompt.values():
             if row.prompt not in self._prompts:
                 kind = slot_size(len(row.prompt.ids)), row.request.images is not None
-                by_size.setdefault(kind, []).append(row)
-        for (size, _), group in by_size.items():
+                groups.setdefault(kind, []).append(row)
+        for (size, _), group in groups.items():
             group.sort(key=lambda row: len(row.prompt.ids))
             count = max(1, self.budget.prefill // size)
             for start in range(0, len(group), count):
@@ -315,68 +397,90 @@ class Engine:
             row.prompt_routed = self._prompts[row.prompt].routed
         sampler = self._sampler(entering)
         logits = torch.stack([self._prompts[row.prompt].logits for row in entering])
-        tokens = self._keep(entering, *self._peers.agree(*sampler.draw(logits, self._index([0] * len(entering)))))
-        if self._look_every == 1:
-            self._look()  # a first token may be the last
-        self._give_back([row for row in entering if row.has_ended])
+        num_sampled = self._index([0] * len(entering))
+        tokens, logprobs = self._peers.agree(*sampler.sample(logits, num_sampled))
+        self._record(entering, tokens, logprobs)
+        if self._steps_per_read == 1:
+            self._read_sampled()  # the first token may be the last one
+        self._release_reserved([row for row in entering if row.has_ended])
         staying = [index for index, row in enumerate(entering) if not row.has_ended]
         return [entering[index] for index in staying], tokens[self._index(staying)]
 
     def _read(self, rows: list[RunningSequence]) -> None:
-        """Read the prompts of `rows`, each another; all of them with images, or none."""
+        """Read the prompts of `rows` in one forward. They are different, and all of them have images or none has."""
         prompts = [row.prompt.ids for row in rows]
         longest = max(map(len, prompts))
-        # With a token of its own: a NaN that padding brings in would be one after the masked product too.
+        # Padded with the last token. Its keys are masked, but a NaN that comes from a token which the model cannot
+        # compute would stay a NaN after the masked product.
         padded = [[*ids, *ids[-1:] * (longest - len(ids))] for ids in prompts]
-        several = [row.request.images for row in rows if row.request.images is not None]
-        images = batch_images(several, longest, self.model.config, self.device) if several else None
-        shifts = list(map(rotary_shift, several)) or [0] * len(rows)
+        row_images = [row.request.images for row in rows if row.request.images is not None]
+        images = None
+        shifts = [0] * len(rows)
+        if row_images:
+            images = batch_images(row_images, longest, self.model.config, self.device)
+            shifts = [rotary_shift(images_of_row) for images_of_row in row_images]
         slots = [self._store.new_prompt(len(ids), shift) for ids, shift in zip(prompts, shifts, strict=True)]
         cache = Prefill(self._store, slots, self.device, None if images is None else images.ends)
-        logits, routed = self._forward(self._index(padded), cache, self._notes_experts, images)
-        for index, (row, slot, after) in enumerate(zip(rows, slots, logits, strict=True)):
-            experts = None if routed is None else routed[index, : slot.length].clone()
-            self._prompts[row.prompt] = CachedPrompt(slot, after, experts)
+        logits, routed = self._forward(self._index(padded), cache, self._records_routing, images)
+        for index, (row, slot, row_logits) in enumerate(zip(rows, slots, logits, strict=True)):
+            row_routed = None if routed is None else routed[index, : slot.length].clone()
+            self._prompts[row.prompt] = CachedPrompt(slot, row_logits, row_routed)
 
     def _forward(
-        self, tokens: Tensor, cache: Prefill | Decode, notes: bool, images: Images | None = None
+        self, tokens: Tensor, cache: Prefill | Decode, records_routing: bool, images: Images | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return `next_logits` [B, V], and with `notes` the experts of the tokens [B, S], [B, S, layers, k] int16."""
+        """Run the model on tokens [B, S].
+
+        Returns:
+            The logits after each row's last token, [B, V], and with `records_routing` the experts of the tokens, int16
+            [B, S, layers, k].
+        """
         self._peers.before_forward(images is not None)
         if images is None and self._peers.run_tower:
             images = empty_images(tokens, self.model.config)
-        record = RoutingRecord(records_choices=True) if notes else None
+        record = RoutingRecord(records_choices=True) if records_routing else None
         logits = self.model.next_logits(tokens, cache, images, record, self.adapters)
         return logits, None if record is None else record.choices_by_row(len(tokens))
 
     def _lay_out(self, entering: list[RunningSequence], first_tokens: Tensor) -> DecodingRows | None:
-        """Bring the rows, their tokens and settings in the cache's order, where rows came, went or grew; None without
-        rows."""
-        old = {id(row): index for index, row in enumerate([*self._rows, *entering])}
+        """Give new rows their slots, and bring rows, tokens and settings into the cache's order.
+
+        Args:
+            entering: New rows.
+            first_tokens: Their first tokens, int64 [rows].
+
+        Returns:
+            The rows to decode. None if there are none.
+        """
+        old_index = {id(row): index for index, row in enumerate([*self._rows, *entering])}
         for row in entering:
             self._store.new_row(row, SMALLEST_SLOT if self._steps is None else row.capacity)
-        if self._store.grow() or entering or (self._decoding is not None and self._decoding.decode.is_full):
+        has_grown = self._store.grow()
+        is_full = self._decoding is not None and self._decoding.decode.is_full
+        if has_grown or entering or is_full:
             self._decoding = None
         if self._decoding is None:
             self._rows = [slot.owner for slot in self._store.rows_in_order()]
-            order = self._index([old[id(row)] for row in self._rows])
+            order = self._index([old_index[id(row)] for row in self._rows])
             self._tokens = torch.cat([self._tokens, first_tokens])[order]
             if self._rows:
-                self._decoding = self._decoding_of(self._rows)
+                self._decoding = self._build_decoding(self._rows)
         return self._decoding
 
-    def _decoding_of(self, rows: list[RunningSequence]) -> DecodingRows:
+    def _build_decoding(self, rows: list[RunningSequence]) -> DecodingRows:
+        """Build the cache and the sampler of a step for `rows`, in the cache's order."""
         prompts = [self._prompts[row.prompt].slot for row in rows]
-        kind = Decode if self._flash is None else VarlenDecode
-        decode = kind(self._store, prompts, self.device, fixed=self._steps is not None)
+        decode_class = Decode if self._flash is None else VarlenDecode
+        decode = decode_class(self._store, prompts, self.device, fixed=self._steps is not None)
         if self._steps is None or decode.live is None:
             return DecodingRows(decode, self._sampler(rows))
-        every = [rows[0]] * decode.rows  # what is drawn for the others is not read
+        # A captured step has more rows than there are. What they sample is not read, so any settings will do.
+        padded_rows = [rows[0]] * decode.rows
         for index, row in zip(decode.places, rows, strict=True):
-            every[index] = row
+            padded_rows[index] = row
         tokens = self._tokens.new_zeros(decode.rows)
         tokens[decode.live] = self._tokens
-        sampler = self._sampler(every)
+        sampler = self._sampler(padded_rows)
         return DecodingRows(decode, sampler, self._steps.open(decode, sampler, tokens))
 
     def _decode(self, decoding: DecodingRows) -> None:
@@ -384,15 +488,17 @@ class Engine:
         decode, step = decoding.decode, decoding.step
         if step is None:
             decode.begin()
-            notes = any(row.request.routed for row in self._rows)
-            logits, routed = self._forward(self._tokens[:, None], decode, notes)  # [R, V], [R, 1, layers, k]
-            drawn = self._peers.agree(*decoding.sampler.draw(logits, decode.drawn))
-            self._tokens = self._keep(self._rows, *drawn, routed)
+            records_routing = any(row.request.routed for row in self._rows)
+            logits, routed = self._forward(self._tokens[:, None], decode, records_routing)  # [R, V], [R, 1, layers, k]
+            tokens, logprobs = self._peers.agree(*decoding.sampler.sample(logits, decode.num_sampled))
+            self._record(self._rows, tokens, logprobs, routed)
             decode.end()
         else:
             self._peers.before_forward(False)
             step()
-            self._tokens = self._keep(self._rows, step.tokens[decode.live], step.logprobs[decode.live])
+            tokens = step.tokens[decode.live]
+            self._record(self._rows, tokens, step.logprobs[decode.live])
+        self._tokens = tokens
         decode.lengthen()
 
     def _sampler(self, rows: list[RunningSequence]) -> Sampler:
@@ -401,77 +507,93 @@ class Engine:
     def _index(self, values: list[int] | list[list[int]]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64).to(self.device)
 
-    def _keep(
+    def _record(
         self, rows: list[RunningSequence], tokens: Tensor, logprobs: Tensor, routed: Tensor | None = None
-    ) -> Tensor:
-        self._fresh.append((rows, tokens, logprobs, routed))
+    ) -> None:
+        """Remember sampled tokens until the host reads them."""
+        self._unread.append(_Sampled(rows, tokens, logprobs, routed))
         for row in rows:
-            row.drawn += 1
-        return tokens
+            row.num_sampled += 1
 
-    def _look(self) -> None:
-        """Read what was drawn since the last look, and find the completions that have ended."""
-        groups, drawn, measured, noted = zip(*self._fresh, strict=True)
-        tokens, logprobs = torch.cat(drawn).tolist(), torch.cat(measured).tolist()
-        rows = [row for group in groups for row in group]
+    def _read_sampled(self) -> None:
+        """Read the tokens that were sampled since the last time, and find the completions that have ended."""
+        unread, self._unread = self._unread, []
+        # One copy of all tokens and one of all logprobs, because each waits for the device.
+        tokens = torch.cat([sampled.tokens for sampled in unread]).tolist()
+        logprobs = torch.cat([sampled.logprobs for sampled in unread]).tolist()
+        rows: list[RunningSequence] = []
         routed: list[Tensor | None] = []
-        for group, experts in zip(groups, noted, strict=True):
-            routed += [None] * len(group) if experts is None else experts.cpu().unbind(0)
-        self._fresh = []
+        for sampled in unread:
+            rows += sampled.rows
+            if sampled.routed is None:
+                routed += [None] * len(sampled.rows)
+            else:
+                routed += sampled.routed.cpu().unbind(0)
         for row, token, logprob, experts in zip(rows, tokens, logprobs, routed, strict=True):
-            if row.is_done:
+            if row.is_done:  # it has computed tokens beyond its end
                 continue
             if experts is not None and row.request.routed:
                 row.routed.append(experts)
-            if logprob != logprob:
+            if math.isnan(logprob):
                 self._failed.append(row.ticket)
-            elif (finish := row.push(token, logprob)) is not None:
-                self._finished.append((row.ticket, Completion(row.ids, row.logprobs, finish, routed=row.all_routed())))
             else:
-                continue
+                finish = row.push(token, logprob)
+                if finish is None:
+                    continue
+                completion = Completion(row.ids, row.logprobs, finish, routed=row.all_routed())
+                self._finished.append((row.ticket, completion))
             row.is_done = True
             del self._sequences[row.ticket]
 
     def _drop_ended(self) -> None:
-        """Take rows that have ended, or whose tokens are all drawn, out of the cache, and prompts without use."""
+        """Remove rows that have ended, or have sampled all their tokens, from the cache, and unused prompts."""
         gone = [row for row in self._rows if row.has_ended]
         if not gone:
             return
-        kept = [index for index, row in enumerate(self._rows) if not row.has_ended]
+        staying = [index for index, row in enumerate(self._rows) if not row.has_ended]
         self._store.release([slot for slot in self._store.rows_in_order() if slot.owner.has_ended])
-        self._rows = [self._rows[index] for index in kept]
-        self._tokens = self._tokens[self._index(kept)]
+        self._rows = [self._rows[index] for index in staying]
+        self._tokens = self._tokens[self._index(staying)]
         self._decoding = None
-        self._give_back(gone)
+        self._release_reserved(gone)
 
-    def _give_back(self, gone: list[RunningSequence]) -> None:
-        """Free the positions that the rows `gone`, which are in no slot any more, have held."""
+    def _release_reserved(self, gone: list[RunningSequence]) -> None:
+        """Release the positions that were reserved for rows which have no slot any more."""
         for row in gone:
-            self._held -= row.capacity
+            self._reserved -= row.capacity
             self._prompts[row.prompt].users -= 1
         self._drop_unused({row.prompt: None for row in gone})
 
     def _drop_unused(self, prompts: Iterable[PromptKey]) -> None:
-        held = [prompt for prompt in prompts if prompt in self._prompts and prompt not in self._waiting]
-        unused = [prompt for prompt in held if not self._prompts[prompt].users]
+        """Remove prompts from the cache that no row uses and for which no sample waits."""
+        unused = []
+        for prompt in prompts:
+            if prompt in self._prompts and prompt not in self._waiting and not self._prompts[prompt].users:
+                unused.append(prompt)
         if unused:
             self._store.release([self._prompts.pop(prompt).slot for prompt in unused])
-            self._held -= sum(slot_size(len(prompt.ids)) for prompt in unused)
+            self._reserved -= sum(slot_size(len(prompt.ids)) for prompt in unused)
             self._decoding = None
 
     def check(self, request: Request, name: str) -> None:
-        """Raise UserError for a bad request, and where model or memory do not hold it even alone."""
+        """Raise UserError if a request is not valid, or model or memory are too small for it even alone.
+
+        Args:
+            request: The request.
+            name: Name of the request in messages, such as "request 3".
+        """
         config = self.model.config
         check_request(request, config.vocab_size, name, has_decode=self._decode_text is not None)
         if request.images is not None:
             check_images(request.images, len(request.prompt), config, name)
-        longest, most = len(request.prompt) + request.sampling.max_new_tokens, config.max_document_length
-        if most is not None and longest > most:
+        max_length = len(request.prompt) + request.sampling.max_new_tokens
+        max_positions = config.max_document_length
+        if max_positions is not None and max_length > max_positions:
             raise UserError(
-                f"{name} may come to {longest} tokens, and with LongRoPE this model takes {most}; lower "
+                f"{name} may come to {max_length} tokens, and with LongRoPE this model takes {max_positions}; lower "
                 f"max_new_tokens={request.sampling.max_new_tokens}, or shorten the prompt"
             )
-        if request.routed and not self._notes_experts:
+        if request.routed and not self._records_routing:
             raise UserError(f"{name} asks which experts tokens go to, which is told of a mixture of experts alone")
         needed = slot_size(len(request.prompt)) + slot_size(request.sampling.max_new_tokens)
         if needed > self.budget.tokens:
@@ -484,8 +606,13 @@ class Engine:
 
 @dataclass(frozen=True)
 class TokenScores:
-    """Scores of the tokens after the first of a prompt of n, each [n − 1]: log p of the token given those before it,
-    the likeliest token in its place, and log p of that one."""
+    """Scores of the tokens of a prompt after the first one, n − 1 of n tokens.
+
+    Attributes:
+        logprobs: Log-probability of each token, given those before it.
+        argmax_ids: The token with the highest probability in its place.
+        max_logprobs: Log-probability of that token.
+    """
 
     logprobs: list[float]
     argmax_ids: list[int]
@@ -496,14 +623,22 @@ class TokenScores:
 def score_prompts(
     model: CausalLM, prompts: Sequence[Sequence[int]], together: int, adapters: AdapterContext | None = None
 ) -> list[TokenScores]:
-    """Return the scores of each prompt, in order, in max(float32, the model's dtype). model: whole on its device.
-    together: tokens of one forward, beyond a single prompt. adapters: whether those of the model take part. No
-    collective."""
+    """Compute log-probabilities of the tokens of prompts, in max(float32, the model's dtype). No collective.
+
+    Args:
+        model: The model, complete on its device.
+        prompts: Token ids.
+        together: Tokens per forward, unless a single prompt is longer.
+        adapters: Whether the model's adapters are used. None: they are.
+
+    Returns:
+        The scores of each prompt, in order.
+    """
     scores: dict[int, TokenScores] = {}
     with evaluation_mode(model):
-        for batch, ids in _batches_of_like_length(prompts, together, next(model.parameters()).device):
+        for indices, ids in _batches_by_length(prompts, together, next(model.parameters()).device):
             hidden = model.model(ids, MicroBatchContext(adapters=adapters))  # [B, S, D]
-            for index, states, tokens in zip(batch, hidden, ids, strict=True):
+            for index, states, tokens in zip(indices, hidden, ids, strict=True):
                 length = len(prompts[index])
                 scores[index] = _token_scores(model, states[: length - 1], tokens[1:length])
     return [scores[index] for index in range(len(prompts))]
@@ -511,45 +646,83 @@ def score_prompts(
 
 @torch.no_grad()
 def classify_rows(model: CausalLM, rows: Sequence[Sequence[int]], together: int) -> Tensor:
-    """Return a classifier's outputs [n, labels] for each row of ids, in max(float32, the model's dtype), on the CPU:
-    read at the last token that is not the config's pad_token_id, at the first where all are. Arguments as of
-    `score_prompts`."""
+    """Compute a classifier's outputs for rows of token ids. No collective.
+
+    Args:
+        model: The classifier, complete on its device.
+        rows: Token ids. Outputs are read at the last token that is not the config's pad_token_id, or at the first one
+            if all are.
+        together: Tokens per forward, unless a single row is longer.
+
+    Returns:
+        [n, labels] in max(float32, the model's dtype), on the CPU.
+    """
     weight, pad = next(model.parameters()), model.config.pad_token_id
     outputs = torch.zeros(
         len(rows), model.config.num_labels or 0, dtype=torch.promote_types(weight.dtype, torch.float32)
     )
     with evaluation_mode(model):
-        for batch, ids in _batches_of_like_length(rows, together, weight.device):
-            ends = [max((i for i, token in enumerate(rows[row]) if token != pad), default=0) for row in batch]
-            states = model.model(ids, MicroBatchContext())[
-                torch.arange(len(batch), device=ids.device), torch.tensor(ends)
-            ]  # [B, D]
-            outputs[batch] = model.logits(states).to(outputs)
+        for indices, ids in _batches_by_length(rows, together, weight.device):
+            last_tokens = [_last_index(rows[index], pad) for index in indices]
+            hidden = model.model(ids, MicroBatchContext())  # [B, S, D]
+            states = hidden[torch.arange(len(indices), device=ids.device), torch.tensor(last_tokens)]  # [B, D]
+            outputs[indices] = model.logits(states).to(outputs)
     return outputs
 
 
-def _batches_of_like_length(
+def _last_index(ids: Sequence[int], pad: int | None) -> int:
+    """Return the index of the last token that is not `pad`, or 0 if all are."""
+    last = 0
+    for index, token in enumerate(ids):
+        if token != pad:
+            last = index
+    return last
+
+
+def _batches_by_length(
     rows: Sequence[Sequence[int]], together: int, device: torch.device
 ) -> Iterator[tuple[list[int], Tensor]]:
-    """Yield rows of like length, as their numbers and ids [B, S], each filled up with its last token: what comes after
-    a token does not reach it."""
-    left = sorted(range(len(rows)), key=lambda index: len(rows[index]))
-    while left:
-        count = max(1, sum(size * len(rows[index]) <= together for size, index in enumerate(left, 1)))
-        batch, left = left[:count], left[count:]
+    """Yield batches of rows with similar lengths, as their indices and ids [B, S].
+
+    Rows are padded with their last token, which does not change what the tokens before it compute.
+
+    Args:
+        rows: Token ids.
+        together: Tokens per batch, with padding, unless a single row is longer.
+        device: Device of the ids.
+    """
+    remaining = sorted(range(len(rows)), key=lambda index: len(rows[index]))
+    while remaining:
+        # Rows are sorted, so each one that is added determines the length to which all are padded.
+        count = 0
+        while count < len(remaining) and (count + 1) * len(rows[remaining[count]]) <= together:
+            count += 1
+        count = max(1, count)
+        batch, remaining = remaining[:count], remaining[count:]
         longest = len(rows[batch[-1]])
-        filled = [[*rows[index], *[rows[index][-1]] * (longest - len(rows[index]))] for index in batch]
-        yield batch, torch.tensor(filled, device=device)
+        padded = []
+        for index in batch:
+            ids = rows[index]
+            padded.append([*ids, *[ids[-1]] * (longest - len(ids))])
+        yield batch, torch.tensor(padded, device=device)
 
 
 def _token_scores(model: CausalLM, hidden: Tensor, tokens: Tensor) -> TokenScores:
-    """Return the scores of tokens [n], each predicted by its row of hidden [n, D]."""
-    parts: list[tuple[Tensor, ...]] = []
+    """Return the scores of tokens [n], which were predicted from the hidden states [n, D]."""
+    logprobs: list[Tensor] = []
+    argmax_ids: list[Tensor] = []
+    max_logprobs: list[Tensor] = []
     rows = max(1, MAX_LOGITS_PER_CHUNK // model.config.vocab_size)
-    for states, wanted in zip(hidden.split(rows), tokens.split(rows), strict=True):
+    for states, chunk_tokens in zip(hidden.split(rows), tokens.split(rows), strict=True):
         logits = model.logits(states)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # [rows, V]
         total = logits.logsumexp(-1)
-        most = logits.max(-1)
-        parts.append((logits.gather(1, wanted[:, None])[:, 0] - total, most.indices, most.values - total))
-    return TokenScores(*(torch.cat(part).tolist() for part in zip(*parts, strict=True)))
+        largest = logits.max(-1)
+        logprobs.append(logits.gather(1, chunk_tokens[:, None])[:, 0] - total)
+        argmax_ids.append(largest.indices)
+        max_logprobs.append(largest.values - total)
+    return TokenScores(
+        logprobs=torch.cat(logprobs).tolist(),
+        argmax_ids=torch.cat(argmax_ids).tolist(),
+        max_logprobs=torch.cat(max_logprobs).tolist(),
+    )

@@ -1,4 +1,9 @@
-"""Completions in one call: of token ids by a model at hand, and of text by a directory's model."""
+"""Completions in one call, and loading of a model with its tokenizer.
+
+`generate` completes token ids with a given model, `generate_text` completes text with the model of a directory. `load`
+accepts all kinds of directories: a model in Hugging Face's layout, an adapter in PEFT's, a run, and a checkpoint. The
+weights of a run are in its `export/` if that is of the newest checkpoint, and in the checkpoint otherwise.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -48,11 +53,26 @@ def generate(
     top_p: float = 1.0,
     seed: int = 0,
 ) -> list[list[int]]:
-    """Return completions of `prompts` (token ids of any lengths), in order; each ends with the EOS token that ended it.
+    """Return completions of prompts. No collective.
 
-    model: one of dtrain's, whole on one device (not sharded). temperature 0 is greedy. A draw depends on seed, the
-    prompt's index and the position in the completion, not on what else is in the batch. No collective. Raises
-    UserError: an empty prompt, an id beyond the vocabulary, settings out of range.
+    A sampled token depends on the seed, the prompt's index and the position in the completion, and not on the other
+    prompts.
+
+    Args:
+        model: One of dtrain's models, complete on one device.
+        prompts: Token ids, of any lengths.
+        max_new_tokens: A completion ends after this number of tokens.
+        eos_ids: Tokens that end a completion, which includes them.
+        temperature: 0 selects the token with the highest probability.
+        top_k: Keep the k tokens with the highest probability. None: all.
+        top_p: Keep the smallest set of tokens whose probability reaches p.
+        seed: Seed of the random numbers.
+
+    Returns:
+        Token ids of each completion, in order.
+
+    Raises:
+        UserError: If a prompt is empty or has an id outside the vocabulary, or a setting is out of range.
     """
     sampling = SamplingParams(max_new_tokens, temperature, top_k, top_p, stop_ids=tuple(eos_ids))
     requests = [Request(prompt, sampling, seed, index) for index, prompt in enumerate(prompts)]
@@ -73,34 +93,56 @@ def generate_text(
     dtype: str = "auto",
     device: str = "auto",
 ) -> Iterator[str]:
-    """Yield the completion of each prompt as text, without special tokens, in order, each once those before it are out.
+    """Yield the completion of each prompt as text, without special tokens, in order.
 
-    directory: in Hugging Face's layout, or an adapter's in PEFT's; or a run's, of which `export/` serves where it is of
-    the newest checkpoint, else that checkpoint; or a checkpoint's. A prompt is a user's message in the model's chat
-    template, or with `raw`, or where the model has no template, the beginning of a text. images: files whose images
-    stand in front of each prompt. dtype and device: as `train.dtype` and `launch.device` of a recipe. Raises UserError.
+    A completion is yielded as soon as those before it have been.
+
+    Args:
+        directory: A model, an adapter, a run or a checkpoint (see the module).
+        prompts: A user's message each, for which the model's chat template is used. With `raw`, or if the model has no
+            template, the beginning of a text.
+        max_new_tokens: As in `generate`, and so are the arguments up to `seed`.
+        temperature: 0 selects the token with the highest probability.
+        top_k: Keep the k tokens with the highest probability. None: all.
+        top_p: Keep the smallest set of tokens whose probability reaches p.
+        seed: Seed of the random numbers.
+        raw: Do not use the chat template.
+        images: Image files, which are put before the text of each prompt.
+        dtype: As `train.dtype` of a recipe.
+        device: As `launch.device` of a recipe.
+
+    Raises:
+        UserError: If the model cannot be loaded, or does not fit the arguments.
     """
     torch_device, directory = choose_device(device), Path(directory)
     parts = [image_part(Path(image)) for image in images]
     if parts and raw:
         raise UserError("images stand in a chat, and raw is without one: leave raw out")
-    if parts and (problem := image_problem(directory)):
-        raise UserError(f"--image: {problem}")
+    if parts:
+        problem = image_problem(directory)
+        if problem:
+            raise UserError(f"--image: {problem}")
     loaded = load(directory, choose_dtype(dtype, torch_device), torch_device, vision=bool(parts))
-    tokenizer, template = loaded.tokenizer, None if raw else loaded.template()
+    tokenizer = loaded.tokenizer
+    template = None if raw else loaded.template()
     if parts and template is None:
         raise UserError(f"--image: images stand in a chat, and {directory} has no chat template")
     sampling = SamplingParams(max_new_tokens, temperature, top_k, top_p, stop_ids=tuple(tokenizer.eos_ids))
     engine = Engine(loaded.model)
+    tickets: list[int] = []
     if parts and template is not None:
         encoded = _with_images(loaded, directory, template, parts, prompts)
+        for index, (ids, prompt_images) in enumerate(encoded):
+            tickets.append(engine.add(Request(ids, sampling, seed, index, images=prompt_images)))
     else:
-        encoded = ((encode_prompt(tokenizer, prompt, template), None) for prompt in prompts)
-    tickets = [engine.add(Request(ids, sampling, seed, index, images=own)) for index, (ids, own) in enumerate(encoded)]
+        for index, prompt in enumerate(prompts):
+            ids = encode_prompt(tokenizer, prompt, template)
+            tickets.append(engine.add(Request(ids, sampling, seed, index)))
     done: dict[int, list[int]] = {}
     for ticket in tickets:
         while ticket not in done:
-            done.update((ended, completion.ids) for ended, completion in engine.step())
+            for ended, completion in engine.step():
+                done[ended] = completion.ids
         yield loaded.decode(done.pop(ticket))
 
 
@@ -111,35 +153,46 @@ def _with_images(
     parts: Sequence[dict[str, Any]],
     prompts: Sequence[str],
 ) -> Iterator[tuple[list[int], Images | None]]:
-    """Yield token ids and images of each prompt, a user's message with the parts of images in front of its text."""
-    length, pixels = loaded.model.config.max_position_embeddings, None
-    chats = loaded.chats(template, length, directory)
+    """Yield token ids and images of each prompt, with the images before its text."""
+    pixels = None
+    chats = loaded.chats(template, loaded.model.config.max_position_embeddings, directory)
     for prompt in prompts:
         content = [*parts, {"type": "text", "text": prompt}]
         chat = chats.encode(Prompt([{"role": "user", "content": content}]))
         images = chats.images_of(chat, pixels)
-        pixels = None if images is None else images.pixels  # the same for all prompts
+        pixels = None if images is None else images.pixels  # the same images for all prompts, decoded once
         yield chat.ids, images
 
 
 class LoadedModel(NamedTuple):
-    """Model and tokenizer of a directory."""
+    """Model and tokenizer of a directory.
+
+    Attributes:
+        model: The model.
+        tokenizer: The tokenizer.
+    """
 
     model: CausalLM
     tokenizer: Tokenizer
 
     def template(self, file: str | None = None, variables: Mapping[str, Any] | None = None) -> ChatTemplate | None:
-        """Return the chat template of the tokenizer's directory, or of `file`; as `choose_template`."""
+        """Return the chat template of the tokenizer's directory, or of `file`. Arguments as in `choose_template`."""
         return choose_template(self.tokenizer.directory, self.tokenizer, file, variables)
 
     def chats(self, template: ChatTemplate | None, length: int, directory: Path) -> ChatEncoder:
-        """Return the encoder of chats of at most `length` tokens for the model, which was loaded from `directory`, with
-        its images if it has a vision tower."""
+        """Return the encoder of chats for the model, with a reader of images if it has a vision tower.
+
+        Args:
+            template: Chat template.
+            length: The largest number of tokens of a prompt.
+            directory: Directory from which the model was loaded.
+        """
         has_tower = self.model.config.vision is not None
         images = ImageReader(self.tokenizer, model_files(directory)) if has_tower else None
         options = PromptOptions(length)
         encoder = PromptEncoder(self.tokenizer, template, max_length=length, options=options, images=images)
-        return ChatEncoder(encoder, NO_IMAGES if has_tower else image_problem(directory) or NO_IMAGES)
+        problem = None if has_tower else image_problem(directory)
+        return ChatEncoder(encoder, problem or NO_IMAGES)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of `ids`, without special tokens."""
@@ -149,51 +202,71 @@ class LoadedModel(NamedTuple):
 def load(
     directory: Path, dtype: torch.dtype, device: torch.device, classifiers: bool = False, vision: bool = False
 ) -> LoadedModel:
-    """Return model and tokenizer of a Hugging Face directory, or of a hub's id that is in the cache; an adapter's in
-    PEFT's layout (with its base; the tokenizer is its own, else the base's), a run's directory or a checkpoint's.
-    vision: with the tower for images. Raises UserError, for a classifier too unless `classifiers`."""
-    if (held := _whole_in(directory)) is not None:
-        model = _model_in(held, dtype, device, 0 if classifiers else None, vision)
-        return LoadedModel(model, _tokenizer(held))
-    store, step, source = _step_in(directory)
-    return LoadedModel(_model_of(store, step, source, dtype, device, vision), Tokenizer.from_directory(source))
+    """Load model and tokenizer.
+
+    Args:
+        directory: A model in Hugging Face's layout or a hub's id that is in the cache, an adapter in PEFT's layout
+            (loaded with its base; its tokenizer is its own, or else the base's), a run, or a checkpoint.
+        dtype: Dtype of the model.
+        device: Device of the model.
+        classifiers: Whether classifiers are accepted.
+        vision: Whether to load the vision tower.
+
+    Raises:
+        UserError: If there is no such model, or it is a classifier and these are not accepted.
+    """
+    model_directory = _find_model_directory(directory)
+    if model_directory is not None:
+        model = _load_model(model_directory, dtype, device, 0 if classifiers else None, vision)
+        return LoadedModel(model, _tokenizer(model_directory))
+    store, step, source = _find_step(directory)
+    return LoadedModel(_load_step(store, step, source, dtype, device, vision), Tokenizer.from_directory(source))
 
 
 def model_files(directory: Path) -> Path:
-    """Return the directory of config.json and of the image processor of the model that `load` gives. Raises
-    UserError."""
-    held = _whole_in(directory)
-    if held is None:
-        return _step_in(directory)[2]
-    return base_of(held) if is_adapter_directory(held) else held
+    """Return the directory with the config.json and the image processor of the model that `load` returns.
+
+    Raises:
+        UserError: If there is no model.
+    """
+    model_directory = _find_model_directory(directory)
+    if model_directory is None:
+        _, _, source = _find_step(directory)
+        return source
+    return base_of(model_directory) if is_adapter_directory(model_directory) else model_directory
 
 
 def image_problem(directory: Path) -> str | None:
-    """Return why `load` cannot give a model that takes images; None where it can. Raises UserError where it gives none
-    at all."""
+    """Return the reason why `load` cannot return a model that uses images. None if it can.
+
+    Raises:
+        UserError: If there is no model.
+    """
     files = model_files(directory)
-    if problem := vision_problem(files):
+    problem = vision_problem(files)
+    if problem:
         return problem
     model = models.build(models.read_config(files, vision=True), device="meta")
-    if _whole_in(directory) is not None:
+    if _find_model_directory(directory) is not None:
         stored = WeightFiles(files).stored
-        tower = (name for name in model_tensors(model) if is_in_vision_tower(name))
-        if any(stored.keys().isdisjoint(candidate_names(model, [name])) for name in tower):
-            return f"the weights in {files} have no whole vision tower"
+        for name in model_tensors(model):
+            if is_in_vision_tower(name) and stored.keys().isdisjoint(candidate_names(model, [name])):
+                return f"the weights in {files} have no whole vision tower"
         return None
-    store, step, source = _step_in(directory)
-    base, is_whole = (
-        RunFacts.from_run(source.parent).path,
-        training_tensors(model).keys() <= store.tensor_specs(step).keys(),
-    )
-    if not is_whole and (base is None or not has_weights(base)):
+    store, step, source = _find_step(directory)
+    base = RunFacts.from_run(source.parent).path
+    is_complete = training_tensors(model).keys() <= store.tensor_specs(step).keys()
+    if not is_complete and (base is None or not has_weights(base)):
         return f"the vision tower is not in {store.path(step)}, and there are no weights at model.path={base}"
     return None
 
 
-def _whole_in(directory: Path) -> Path | None:
-    """Return the directory of the model, or the adapter, that stands for `directory`; None where a step of a run
-    does."""
+def _find_model_directory(directory: Path) -> Path | None:
+    """Return the directory of the model or adapter that `directory` means: itself, or the `export/` of a run.
+
+    Returns:
+        The directory. None if the weights are in a checkpoint.
+    """
     directory = hub.find_model_directory(directory)
     directory = step_of_adapter(directory) or directory
     for candidate in (directory, directory / "export"):
@@ -203,8 +276,8 @@ def _whole_in(directory: Path) -> Path | None:
     return None
 
 
-def _step_in(directory: Path) -> tuple[CheckpointStore, int, Path]:
-    """Return the store and the number of a run's step, and the directory of the run's model files."""
+def _find_step(directory: Path) -> tuple[CheckpointStore, int, Path]:
+    """Return the checkpoints of a run, the step that `directory` means, and the directory of the run's model files."""
     directory = hub.find_model_directory(directory)
     directory = step_of_adapter(directory) or directory
     is_run = (directory / "checkpoints").is_dir()
@@ -217,75 +290,96 @@ def _step_in(directory: Path) -> tuple[CheckpointStore, int, Path]:
     return store, step, store.directory.parent / "model"
 
 
-def _model_in(directory: Path, dtype: torch.dtype, device: torch.device, labels: int | None, vision: bool) -> CausalLM:
-    """Return the model of a Hugging Face directory; a run's exported adapter gets its base as the run trained on it."""
+def _load_model(
+    directory: Path, dtype: torch.dtype, device: torch.device, labels: int | None, vision: bool
+) -> CausalLM:
+    """Load the model of a Hugging Face directory.
+
+    If it is the exported adapter of a run, its base is loaded as it was in training: in NF4, or rounded to the dtype in
+    which the run stored it.
+    """
     if not is_adapter_directory(directory):
         return models.from_pretrained(directory, dtype, device, labels=labels, vision=vision)
-    in_4_bits, kept = training_precision_of_base(directory)
+    in_4_bits, base_dtype = training_precision_of_base(directory)
     model = models.from_pretrained(directory, dtype, device, nf4=in_4_bits, labels=labels, vision=vision)
     config = read_adapter_config(directory)
-    tensors = model_tensors(model).items()
-    _round([tensor for name, tensor in tensors if not peft_names(name, config, model.config)], kept)
+    base_tensors = []
+    for name, tensor in model_tensors(model).items():
+        if not peft_names(name, config, model.config):
+            base_tensors.append(tensor)
+    _round(base_tensors, base_dtype)
     return model
 
 
 @torch.no_grad()
 def _round(tensors: Iterable[Tensor], dtype: torch.dtype | None) -> None:
-    """Round tensors in place to the values of `dtype`; None leaves them."""
+    """Round tensors in place to values that `dtype` has. None: leave them unchanged."""
+    if dtype is None:
+        return
     for tensor in tensors:
-        if dtype is not None and tensor.is_floating_point():
+        if tensor.is_floating_point():
             tensor.copy_(tensor.to(dtype))
 
 
 def _tokenizer(directory: Path) -> Tokenizer:
+    """Return the tokenizer of a model's or an adapter's directory."""
     if not is_adapter_directory(directory):
         return Tokenizer.from_directory(directory)
     base = base_of(directory)
     return Tokenizer.from_directory(directory if (directory / TOKENIZER_FILE).is_file() else base, base)
 
 
-def _model_of(
+def _load_step(
     store: CheckpointStore, step: int, source: Path, dtype: torch.dtype, device: torch.device, vision: bool
 ) -> CausalLM:
-    """Return the model of a run's step: tensors that are not in the step are read from the run's base."""
+    """Load the model of a checkpoint. Tensors that are not in the checkpoint are read from the run's base model."""
     sizes = store.tensor_specs(step)
     if SCORE_WEIGHT in sizes:
         raise UserError(
             f"{store.path(step)} is of a model that rates or classifies texts, and writes none; "
             "`dtrain export` makes a directory of it, which `dtrain serve` takes"
         )
-    folder, facts = store.path(step) / ADAPTER, RunFacts.from_run(store.directory.parent)
-    adapter = read_adapter_config(folder) if is_adapter_directory(folder) else None
+    adapter_directory = store.path(step) / ADAPTER
+    facts = RunFacts.from_run(store.directory.parent)
+    adapter = read_adapter_config(adapter_directory) if is_adapter_directory(adapter_directory) else None
     model = build_with_adapters(models.read_config(source, vision=vision), adapter, dtype, "meta")
     if adapter is not None and facts.path is not None:
-        whole = adapter.select_saved_modules(linear_shapes(model.config))
-        convert_to_4_bits(model, facts.path, dtype, nf4=facts.nf4, except_for=whole)
+        # Modules that the adapter stores in full were trained in full, so they are not in 4 bits.
+        saved_in_full = adapter.select_saved_modules(linear_shapes(model.config))
+        convert_to_4_bits(model, facts.path, dtype, nf4=facts.nf4, except_for=saved_in_full)
     model.to_empty(device="cpu")
     model.tie_weights()
     tensors = training_tensors(model)
-    held = {name: tensor for name, tensor in tensors.items() if name in sizes}
-    if (facts.freezes or vision) and len(held) < len(tensors):  # a run on texts has no tower
+    in_step = {name: tensor for name, tensor in tensors.items() if name in sizes}
+    # A run with frozen weights does not save these, and a run on texts has no vision tower.
+    if (facts.freezes or vision) and len(in_step) < len(tensors):
         state = store.read_state(step)
         read_weights(model, facts.base_directory(state))
         if facts.freezes:
-            _round([tensor for name, tensor in tensors.items() if name not in held], facts.training_dtype(state))
-        tensors = held
+            frozen = [tensor for name, tensor in tensors.items() if name not in in_step]
+            _round(frozen, facts.training_dtype(state))
+        tensors = in_step
     store.load(step, tensors, allow_extra=True, cast=tensors)
     return model.to(device)
 
 
 def _is_newest(export: Path) -> bool:
-    """Return whether the run that `export` lies in holds no checkpoint beyond it, nor one of another training."""
+    """Check whether `export` has the weights of its run's newest checkpoint, or the run has no checkpoint."""
     store = CheckpointStore(export.parent / "checkpoints", Ranks(single_process=True))
-    step, held = store.latest(), read_saved_step(export)
-    if step is None or is_adapter_directory(export):  # whose base may be in the step alone
-        return step is None
+    step = store.latest()
+    if step is None:
+        return True
+    if is_adapter_directory(export):  # the checkpoint may be the only place that has the base's weights
+        return False
+    exported = read_saved_step(export)
     save = store.read_state(step).get("save")
-    return held.get("save") == save and (save is not None or held.get("step") == step)
+    if save is None:  # written by an older version
+        return exported.get("save") is None and exported.get("step") == step
+    return exported.get("save") == save
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str, template: ChatTemplate | None) -> list[int]:
-    """Return token ids of a user's message, ready for the answer; of the bare text without a template."""
+    """Return the token ids of a user's message, so that the answer follows. Without a template, those of the text."""
     if template is None:
         return tokenizer.encode(prompt, add_special_tokens=True)
     text = template.render([{"role": "user", "content": prompt}], add_generation_prompt=True)
@@ -305,7 +399,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Return the dtype that a run with `train.dtype=name` computes in there. Raises UserError."""
+    """Return the dtype in which a run with `train.dtype=name` computes. Raises UserError if the name is unknown."""
     if name not in ("auto", *DTYPES):
         raise UserError(f"dtype={name} is unknown; choose auto, {', '.join(DTYPES)}")
     return choose_precision(name, device.type).compute

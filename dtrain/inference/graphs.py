@@ -1,19 +1,26 @@
-"""A decoding step as a CUDA graph: the host starts one graph a token in place of some seventy kernels a layer.
+"""Decoding steps as CUDA graphs: the host starts one graph per token instead of some seventy kernels per layer.
 
-A graph reads and writes the memory that it was captured with. So a step has memory of its own for what changes from
-token to token, and rows that come and go are copied into it; the first step of a shape is taken kernel by kernel, the
-second one is captured, and the others of this shape are replays. A graph is captured anew where weights, or keys and
-values, lie elsewhere than they did. The first graph of a run is proved: its step is taken by replay and by kernels from
-the same state. Nothing of it is collective.
+A graph reads and writes the memory with which it was captured. A step (`GraphedStep`) therefore has memory of its own
+for what changes from token to token, and rows that come and go are copied into it. Steps are kept by their shape. For
+each shape:
 
-Steps, with the keys and values that they read, stay from rollout to rollout where that takes little. Weights that are
-gathered anew for each rollout lie elsewhere each time: they are copied to memory that stays too, and graphs read that.
+    first step       runs kernel by kernel, which also initialises libraries
+    second step      is captured, and then replayed
+    further steps    are replayed, until weights, keys or values have other addresses; then the step is captured again
+
+The first graph of a run is verified: the step runs from the same state by kernels and by replay, and the results are
+compared. Nothing here is collective.
+
+Steps, with the keys and values that they read, are kept from rollout to rollout if they take little memory. Weights
+that FSDP gathers anew for each rollout have other addresses each time. They are copied to memory that is kept, too,
+which the graphs read.
 """
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,34 +31,46 @@ from dtrain.inference.kv_cache import KeyValues, SlotFlashAttention
 from dtrain.inference.sampling import Sampler
 from dtrain.models.common.decoder import CausalLM
 
-# Graphs held at a time: each takes a few MiB on the device for its kernels' arguments.
+# The largest number of graphs. Each takes a few MiB on the device for the arguments of its kernels.
 MAX_GRAPHS = 32
 
-# Share of a device's memory that may stay taken while the model trains: half of what a choice of `auto` leaves free.
+# Share of a device's memory that may be kept while the model trains: half of what a choice of `auto` leaves free.
 MAX_KEPT_SHARE = 1 / 20
 
 Replay = Callable[[], None]
 
 
 def max_kept_bytes(device: torch.device) -> int:
-    """Return how much `GraphedSteps` may keep on a CUDA device."""
+    """Return the bytes that `GraphedSteps` may keep on a CUDA device."""
     return int(torch.cuda.get_device_properties(device).total_memory * MAX_KEPT_SHARE)
 
 
 class CudaGraphs:
-    """Maker of CUDA graphs, all of them in one pool of memory: no two run at a time, and none leaves anything there.
-    The pool goes with its last graph, and the maker with it."""
+    """Captures CUDA graphs, which share one memory pool: only one runs at a time, and none leaves results there.
+
+    The pool is freed with its last graph, so this object must not be used afterwards.
+
+    Args:
+        device: The device.
+
+    Attributes:
+        nbytes: Bytes of the pool.
+    """
 
     def __init__(self, device: torch.device):
         self._device = device
-        self.nbytes = 0  # of the pool
-        # Holds the pool: torch does not enter one again that its last graph has left.
+        self.nbytes = 0
+        # Keeps the pool alive: torch cannot use a pool again whose last graph was deleted.
         self._first: torch.cuda.CUDAGraph | None = None
 
     def run_eagerly(self, step: Callable[[], None]) -> None:
-        """Take a step kernel by kernel. Raises RuntimeError where the host waits, which no graph can hold."""
+        """Run a step kernel by kernel.
+
+        Raises:
+            RuntimeError: If the host waits for the device, which a graph cannot do.
+        """
         mode = torch.cuda.get_sync_debug_mode()
-        with warnings.catch_warnings(action="ignore"):  # that it does not see every wait
+        with warnings.catch_warnings(action="ignore"):  # a warning that this mode does not detect every wait
             torch.cuda.set_sync_debug_mode("error")
         try:
             step()
@@ -59,11 +78,11 @@ class CudaGraphs:
             torch.cuda.set_sync_debug_mode(mode)
 
     def capture(self, step: Callable[[], None]) -> Replay:
-        """Record a step's kernels without running them. Return the function that runs them."""
+        """Record the kernels of a step without running them. Return the function that runs them."""
         graph = torch.cuda.CUDAGraph()
         pool = None if self._first is None else self._first.pool()
-        # On torch's own stream for captures: cuBLAS keeps a workspace for every stream that it has seen. Other threads
-        # may allocate meanwhile: saving does.
+        # On torch's own stream for captures, because cuBLAS keeps a workspace for every stream that it has seen. Other
+        # threads, such as one that saves a checkpoint, may allocate memory at the same time.
         with torch.cuda.device(self._device), torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             before = torch.cuda.memory_reserved(self._device)
             step()
@@ -73,11 +92,18 @@ class CudaGraphs:
 
 
 class GraphedSteps:
-    """Captured steps of one rank's engines, one engine at a time, by their shapes.
+    """Decoding steps by their shapes, for one engine at a time of this rank.
 
-    make: called for a maker of graphs. keeps: bytes that may stay between two runs of work. insists: whether what keeps
-    a step from being a graph is a UserError. obstacle: what does; steps are taken kernel by kernel from then on. lost:
-    why nothing is kept. None: there is no such reason.
+    Args:
+        model: The model.
+        device: The device.
+        make: Creates the object that captures graphs.
+        keeps: Bytes that may be kept between two rollouts.
+        insists: Whether it is an error if a step cannot be a graph.
+
+    Attributes:
+        obstacle: Reason why a step cannot be a graph. Steps then run kernel by kernel. None: no such reason.
+        not_kept_reason: Reason why nothing is kept between rollouts. None: no such reason.
     """
 
     def __init__(
@@ -90,132 +116,199 @@ class GraphedSteps:
         insists: bool = False,
     ):
         self.obstacle: str | None = None
-        self.lost: str | None = None
+        self.not_kept_reason: str | None = None
         self._keeps = keeps
-        self._weights = [(module._parameters, name) for module in model.modules() for name in module._parameters]
+        # Where each weight is: the dict of a module's parameters, and the name there.
+        self._weights: list[tuple[dict[str, nn.Parameter | None], str]] = []
+        for module in model.modules():
+            for name in module._parameters:
+                self._weights.append((module._parameters, name))
         self._model, self._device, self._make, self._insists = model, device, make, insists
-        self._is_proved = False
+        self._is_verified = False
         self._clear()
 
     def _clear(self) -> None:
-        self._held: dict[tuple[object, ...], GraphedStep] = {}  # the step last opened stands last
+        """Drop all steps, graphs, caches and copies."""
+        self._steps: dict[tuple[object, ...], GraphedStep] = {}  # by shape, the most recently used last
         self._maker: CudaGraphs | None = None
         self._store: KeyValues | None = None
-        self._copies: dict[int, nn.Parameter] = {}  # by place among the weights
+        self._copies: dict[int, nn.Parameter] = {}  # copies of gathered weights, by index in `_weights`
 
     def rest(self, flash: SlotFlashAttention | None = None) -> KeyValues:
-        """Return an empty cache, before and after work. Steps and what they read stay, or all of it goes. flash: of the
-        cache; with another one than before nothing stays."""
+        """Return an empty cache. Called by an engine before and after its work.
+
+        Steps and what they read are kept if they take at most the allowed memory. Otherwise everything is dropped.
+
+        Args:
+            flash: Attention of the cache. Nothing is kept if it changes.
+        """
         if self._store is not None and self._store.flash is not flash:
             self._clear()
-        pools = [] if self._store is None else self._store.pools
-        tensors = [tensor for pool in pools for tensor in pool.tensors()]
-        taken = _nbytes([*tensors, *self._copies.values()]) + (0 if self._maker is None else self._maker.nbytes)
-        if taken > self._keeps:
-            self._lose("what they read takes", taken)
+        used = _total_bytes(self._copies.values())
+        if self._store is not None:
+            for pool in self._store.pools:
+                used += _total_bytes(pool.tensors())
+        if self._maker is not None:
+            used += self._maker.nbytes
+        if used > self._keeps:
+            self._keep_nothing("what they read takes", used)
         if self._store is None:
             self._store = KeyValues.of(self._model.config, flash)
         for pool in self._store.pools:
             pool.clear()
         return self._store
 
-    def _lose(self, reason: str, taken: int) -> None:
-        """Keep nothing from here on."""
+    def _keep_nothing(self, reason: str, used: int) -> None:
+        """Keep nothing between rollouts from here on, because of the `used` bytes."""
         if self._keeps:
-            sizes = f"{taken / 2**30:.2f} GiB, and at most {self._keeps / 2**30:.2f} GiB may stay"
-            self.lost = f"CUDA graphs are captured anew in each rollout: {reason} {sizes}"
+            sizes = f"{used / 2**30:.2f} GiB, and at most {self._keeps / 2**30:.2f} GiB may stay"
+            self.not_kept_reason = f"CUDA graphs are captured anew in each rollout: {reason} {sizes}"
         self._keeps = 0
         self._clear()
 
     def weights(self) -> list[nn.Parameter | None]:
-        """Return the model's parameters as they are, gathered or not, module by module."""
+        """Return the model's parameters as they are now, gathered or not."""
         return [parameters[name] for parameters, name in self._weights]
 
     def refresh(self, before: Sequence[Tensor | None]) -> None:
-        """Copy the weights that were gathered for a rollout to where graphs read them. before: `weights` ungathered."""
+        """Copy the weights that were gathered for a rollout to the memory that graphs read.
+
+        Args:
+            before: `weights` before they were gathered.
+        """
         now = self.weights()
         if not self._copies:
-            gathered = [place for place, (new, old) in enumerate(zip(now, before, strict=True)) if new is not old]
-            unique = {id(weight): weight for place in gathered if (weight := now[place]) is not None}
-            taken = _nbytes(unique.values())
-            if taken > self._keeps:
-                return self._lose("the weights that are gathered for it take", taken)
-            fixed = {key: nn.Parameter(torch.empty_like(weight), False) for key, weight in unique.items()}
-            self._copies = {place: fixed[id(now[place])] for place in gathered}
-        for place, copy in self._copies.items():
-            weight = now[place]
+            gathered: dict[int, nn.Parameter] = {}  # by index in `_weights`
+            for index, (new, old) in enumerate(zip(now, before, strict=True)):
+                if new is not None and new is not old:
+                    gathered[index] = new
+            unique = {id(weight): weight for weight in gathered.values()}  # a tied weight is copied once
+            used = _total_bytes(unique.values())
+            if used > self._keeps:
+                return self._keep_nothing("the weights that are gathered for it take", used)
+            copies = {key: nn.Parameter(torch.empty_like(weight), False) for key, weight in unique.items()}
+            self._copies = {index: copies[id(weight)] for index, weight in gathered.items()}
+        for index, copy in self._copies.items():
+            weight = now[index]
             assert weight is not None
             copy.copy_(weight)
 
     @contextmanager
     def fixed_weights(self) -> Iterator[None]:
-        """Context in which modules have the copies as their parameters."""
+        """Context in which the modules' parameters are the copies."""
         now = self.weights()
         try:
-            for place, copy in self._copies.items():
-                parameters, name = self._weights[place]
+            for index, copy in self._copies.items():
+                parameters, name = self._weights[index]
                 parameters[name] = copy
             yield
         finally:
-            for place in self._copies:
-                parameters, name = self._weights[place]
-                parameters[name] = now[place]
+            for index in self._copies:
+                parameters, name = self._weights[index]
+                parameters[name] = now[index]
 
     def addresses(self) -> list[int]:
         """Return the addresses of the weights that graphs read."""
-        read = [self._copies.get(place, weight) for place, weight in enumerate(self.weights())]
-        return [weight.data_ptr() for weight in read if weight is not None]
+        addresses = []
+        for index, weight in enumerate(self.weights()):
+            read = self._copies.get(index, weight)
+            if read is not None:
+                addresses.append(read.data_ptr())
+        return addresses
 
     def open(self, decode: Decode, sampler: Sampler, tokens: Tensor) -> "GraphedStep":
-        """Return the step for other rows; tokens: the last ones of decode's R, [R] int64."""
+        """Return the step of a shape, with new rows.
+
+        Args:
+            decode: Cache of the rows.
+            sampler: Sampler of the rows.
+            tokens: The last token of each, int64 [R].
+        """
         sampler.prepare(self._model.config.vocab_size)
         shape = decode.shape, sampler.shape
-        step = self._held.pop(shape, None)
+        step = self._steps.pop(shape, None)
         if step is None:
             step = GraphedStep(self._model, self, decode, sampler, tokens)
         else:
             step.load(decode, sampler, tokens)
-        self._held[shape] = step
-        if len(self._held) > MAX_GRAPHS:
-            del self._held[next(iter(self._held))]
+        self._steps[shape] = step
+        if len(self._steps) > MAX_GRAPHS:
+            least_recently_used = next(iter(self._steps))
+            del self._steps[least_recently_used]
         return step
 
     def capture(self, step: "GraphedStep") -> Replay | None:
-        """Return what replays `step`, None where it is no graph. The first one is proved: from the same state kernels
-        and replay give the same. Raises UserError where the capture itself fails: torch's allocator then takes it to be
-        underway for good, and fails where it next gives memory back."""
+        """Capture a step. Return the function that replays it, or None if it cannot be a graph.
+
+        The first graph is verified: kernels and replay must give the same from the same state.
+
+        Raises:
+            UserError: If the capture itself fails. torch's allocator would believe that the capture continues, and fail
+                the next time when it frees memory.
+        """
         if self._maker is None:
             self._maker = self._make(self._device)
         expected = None
         try:
-            if not self._is_proved:
+            if not self._is_verified:
                 expected = step.result(partial(self._maker.run_eagerly, step.run))
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            self.give_up(f"a step of decoding is no graph: {_line(error)}")
+            self.give_up(f"a step of decoding is no graph: {_first_line(error)}")
             return None
         try:
             replay = self._maker.capture(step.run)
         except RuntimeError as error:
-            first = error.__context__ or error  # the end of a capture that failed fails too
-            raise UserError(f"capturing a step of decoding: {_line(first)}; set grpo.cuda_graphs=false") from error
-        if expected is not None and (difference := step.difference(step.result(replay), expected)):
-            self.give_up(f"a captured step of decoding differs from its kernels: {difference}")
-            return None
-        self._is_proved = True
+            first = error.__context__ or error  # ending a capture that has failed fails, too
+            raise UserError(
+                f"capturing a step of decoding: {_first_line(first)}; set grpo.cuda_graphs=false"
+            ) from error
+        if expected is not None:
+            difference = step.difference(step.result(replay), expected)
+            if difference:
+                self.give_up(f"a captured step of decoding differs from its kernels: {difference}")
+                return None
+        self._is_verified = True
         return replay
 
     def give_up(self, obstacle: str) -> None:
-        """Take steps kernel by kernel from here on. Raises UserError for one that insists on graphs."""
+        """Run steps kernel by kernel from here on.
+
+        Raises:
+            UserError: If graphs are required (`insists`).
+        """
         if self._insists:
             raise UserError(f"grpo.cuda_graphs=true: {obstacle}; set grpo.cuda_graphs=auto or false")
         self.obstacle = self.obstacle or obstacle
 
 
+class StepResult(NamedTuple):
+    """Tokens that a step has sampled for the rows of a cache, without the padded ones.
+
+    Attributes:
+        tokens: int64 [rows].
+        logprobs: Their log-probabilities, [rows].
+    """
+
+    tokens: Tensor
+    logprobs: Tensor
+
+
 class GraphedStep:
-    """Step that decodes one token more of every row, on memory of its own. tokens: the last ones, [R] int64; logprobs:
-    theirs, [R] in max(float32, the dtype)."""
+    """Step that decodes one token of every row, with memory of its own.
+
+    Args:
+        model: The model.
+        steps: The steps to which it belongs.
+        decode: Cache of the rows.
+        sampler: Sampler of the rows.
+        tokens: The last token of each, int64 [R].
+
+    Attributes:
+        tokens: The last token of each row, int64 [R].
+        logprobs: Their log-probabilities, [R] in max(float32, the dtype). Allocated by the first step.
+    """
 
     logprobs: Tensor
 
@@ -225,63 +318,70 @@ class GraphedStep:
         self.tokens = tokens.clone()
         self._replay: Replay | None = None
         self._addresses: list[int] = []  # of weights, keys and values, at the capture
-        self._is_warm = False
+        self._has_run = False
 
     def load(self, decode: Decode, sampler: Sampler, tokens: Tensor) -> None:
-        """Go on with the rows of another Decode of the same shape, and its Sampler."""
+        """Continue with the rows of another cache of the same shape, and their sampler."""
         self._decode.load(decode)
         self._sampler.load(sampler)
         self.tokens.copy_(tokens)
 
     def __call__(self) -> None:
-        if not self._is_warm or self._steps.obstacle is not None:
+        """Run the step, by replay if possible."""
+        if not self._has_run or self._steps.obstacle is not None:
             self.run()
-            self._is_warm = True
+            self._has_run = True
             return
         addresses = self._steps.addresses() + self._decode.addresses()
         if self._replay is None or self._addresses != addresses:
             self._replay, self._addresses = None, addresses
             self._replay = self._steps.capture(self)
-        (self._replay or self.run)()
+        if self._replay is None:
+            self.run()
+        else:
+            self._replay()
 
-    def result(self, take: Callable[[], None]) -> tuple[Tensor, Tensor]:
-        """Return the rows' tokens and logprobs after `take`, which takes the step; the step is then as it was."""
+    def result(self, run: Callable[[], None]) -> StepResult:
+        """Return the result of `run`, which runs the step, and restore the state before it."""
         state = [self.tokens, *self._decode.state()]
         before = [tensor.clone() for tensor in state]
         try:
-            take()
-            return self.tokens[self._decode.live], self.logprobs[self._decode.live]
+            run()
+            return StepResult(self.tokens[self._decode.live], self.logprobs[self._decode.live])
         finally:
             for tensor, old in zip(state, before, strict=True):
                 tensor.copy_(old)
 
-    def difference(self, result: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> str | None:
-        """Return how results of a step differ, None where they do by no more than rounding."""
-        if parted := int((result[0] != expected[0]).sum()):
-            return f"{parted} of {len(result[0])} rows drew another token"
-        # Of logits in the weights' dtype; what is not a number in both is no difference.
-        rounding = 8 * torch.finfo(next(self._model.parameters()).dtype).eps
-        if torch.allclose(result[1], expected[1], rtol=rounding, atol=rounding, equal_nan=True):
+    def difference(self, result: StepResult, expected: StepResult) -> str | None:
+        """Describe the difference between two results of the step. None if it is at most rounding."""
+        num_different = int((result.tokens != expected.tokens).sum())
+        if num_different:
+            return f"{num_different} of {len(result.tokens)} rows drew another token"
+        # Rounding of logits in the weights' dtype. NaNs in both are no difference.
+        tolerance = 8 * torch.finfo(next(self._model.parameters()).dtype).eps
+        if torch.allclose(result.logprobs, expected.logprobs, rtol=tolerance, atol=tolerance, equal_nan=True):
             return None
-        return f"log-probabilities by up to {(result[1] - expected[1]).abs().max().item():.3g}"
+        largest = (result.logprobs - expected.logprobs).abs().max().item()
+        return f"log-probabilities by up to {largest:.3g}"
 
     def run(self) -> None:
-        """Take the step kernel by kernel."""
+        """Run the step kernel by kernel."""
         self._decode.begin()
-        # Not as FSDP has replaced it: its hooks let other streams wait for this one, which no graph can hold.
+        # The function of the class, and not the method that FSDP has put in its place: FSDP's hooks let other streams
+        # wait for this one, which a graph cannot do.
         with self._steps.fixed_weights():
             logits = CausalLM.next_logits(self._model, self.tokens[:, None], self._decode)  # [R, V]
-        tokens, logprobs = self._sampler.draw(logits, self._decode.drawn)
-        if not self._is_warm:
+        tokens, logprobs = self._sampler.sample(logits, self._decode.num_sampled)
+        if not self._has_run:
             self.logprobs = torch.empty_like(logprobs)
         self.tokens.copy_(tokens)
         self.logprobs.copy_(logprobs)
         self._decode.end()
 
 
-def _line(error: BaseException) -> str:
+def _first_line(error: BaseException) -> str:
     return str(error).partition("\n")[0]
 
 
-def _nbytes(tensors: Iterable[Tensor | None]) -> int:
+def _total_bytes(tensors: Iterable[Tensor | None]) -> int:
     return sum(tensor.nbytes for tensor in tensors if tensor is not None)

@@ -1,12 +1,22 @@
 """Keys and values of running sequences.
 
-They lie in pools of slots of one size, a prompt's apart from its rows'. The samples of one prompt share its slot; what
-a row adds lies in a slot of its own, in a pool of larger ones as it grows, so that at most half of a slot is empty. The
-slots of a pool that are in use are its first ones: attention reads them as one tensor, without an index. Layers with a
-sliding window keep no more than a later token can see. Layers of linear attention keep, in place of keys, the states
-that `attention.linear` goes on from, of one size whatever the length; a row begins with its prompt's.
+Keys and values are stored in slots. A pool has slots of one capacity, a power of two. Each prompt has one slot, which
+all its samples share. Each running row (a sample) has another slot for the tokens that it has added. When that is full,
+the row moves to a slot of twice the capacity, so at most half of a slot is empty. Example: a prompt of 40 tokens with
+two samples, after 33 decoded tokens:
 
-`SlotFlashAttention` is variable-length attention to the slots, which a cache uses on CUDA in half precision.
+    prompts, capacity 64     slot 0: 40 positions of the prompt
+    rows, capacity 64        slot 0: 33 positions of sample 0      slot 1: 33 positions of sample 1
+                             (both were in the pool of capacity 32 until they had 32 positions)
+
+The used slots of a pool are always its first ones, so attention reads them as one tensor without an index. If a row
+leaves, the last row takes its place.
+
+Layers with a sliding window store only the positions that a later token can see. Layers of linear attention store, in
+place of keys, the states from which `attention.linear` continues. Their size is independent of the length. A row starts
+with the states of its prompt.
+
+`SlotFlashAttention` is variable-length attention to slots, which is used on CUDA in half precision.
 """
 
 from collections.abc import Container, Sequence
@@ -27,8 +37,16 @@ SMALLEST_SLOT = 32
 
 
 class VarlenSegments(NamedTuple):
-    """Segments. query_ends, key_ends: [n + 1] int32, where each begins and the last one ends; queries may stand behind
-    the last one. used: [n] int32, the keys that are seen of each. longest_query, longest_key: of a segment, or more."""
+    """Segments of queries and keys in a call of variable-length attention, n of each.
+
+    Attributes:
+        query_ends: Where each segment of queries begins, and where the last one ends, int32 [n + 1]. There may be
+            queries behind the last segment, which are not computed.
+        key_ends: The same of keys.
+        used: The number of keys at the beginning of each segment that are visible, int32 [n].
+        longest_query: Length of the longest segment of queries, or a larger number.
+        longest_key: The same of keys.
+    """
 
     query_ends: Tensor
     key_ends: Tensor
@@ -38,37 +56,78 @@ class VarlenSegments(NamedTuple):
 
 
 class SlotFlashAttention:
-    """The operation: q [T, kv, hd], k and v [K, kv, hd] → [T, kv, hd], and the log-sum-exp [kv, T], float32."""
+    """Variable-length flash attention to slots."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, slots: VarlenSegments, scale: float) -> tuple[Tensor, Tensor]:
-        # Splits of the keys are left to the kernel: as the products of other layers, it may round by how many rows
-        # there are. FlashAttention-2 never splits here; 3 does, but for deterministic algorithms.
-        ends, longest = (slots.query_ends, slots.key_ends), (slots.longest_query, slots.longest_key)
-        options: dict[str, Any] = {"return_aux": AuxRequest(lse=True), "scale": scale, "seqused_k": slots.used}
+        """Compute the attention of each segment of queries to its slot.
+
+        Args:
+            q: Queries, [T, kv, hd].
+            k: Keys of all slots, [K, kv, hd].
+            v: Values, [K, kv, hd].
+            slots: The segments.
+            scale: Factor of the scores.
+
+        Returns:
+            The output [T, kv, hd], and the log-sum-exp of the scores [kv, T], float32.
+        """
+        # The kernel decides how it splits the keys, and so may round depending on the number of rows, as matrix
+        # products of other layers do. FlashAttention-2 never splits here; FlashAttention-3 does, except for
+        # deterministic algorithms.
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            out, lse = varlen_attn(q, k, v, *ends, *longest, **options)
+            out, lse = varlen_attn(
+                q,
+                k,
+                v,
+                slots.query_ends,
+                slots.key_ends,
+                slots.longest_query,
+                slots.longest_key,
+                return_aux=AuxRequest(lse=True),
+                scale=scale,
+                seqused_k=slots.used,
+            )
         return out, lse
 
 
 def slot_size(length: int) -> int:
-    """Return the capacity of the smallest slot for `length` positions: a power of two."""
+    """Return the capacity of the smallest slot for `length` positions.
+
+    Example:
+        >>> [slot_size(length) for length in (1, 32, 33, 64)]
+        [32, 32, 64, 64]
+    """
     return max(SMALLEST_SLOT, power_of_two(length))
 
 
 def power_of_two(count: int) -> int:
+    """Return the smallest power of two that is at least `count`."""
     return 1 << (count - 1).bit_length()
 
 
 def rounded(count: int) -> int:
-    """Return `count` rounded up to one of four sizes between two powers of two: at most a quarter is too much."""
+    """Round up to one of four sizes between two powers of two, so that at most a quarter is too much.
+
+    Example:
+        >>> [rounded(count) for count in (7, 33, 47, 65)]
+        [7, 40, 48, 80]
+    """
     unit = 1 << max(0, (count - 1).bit_length() - 3)
     return -(-count // unit) * unit
 
 
 @dataclass(eq=False)
 class KVSlot:
-    """Slot of one sequence: number `index` of `pool`, of which `length` positions are filled. owner: whose it is.
-    rotary_shift: of a prompt, what is added to the places of the tokens after it for their rotary positions."""
+    """Slot of one sequence.
+
+    Attributes:
+        pool: The slot's pool.
+        index: Index in the pool.
+        length: The number of positions that are filled.
+        owner: The sequence, for rows.
+        rotary_shift: For prompts: added to the index of a later token to get its rotary position. Not 0 only if images
+            have fewer rotary positions than tokens.
+    """
 
     pool: "KVSlotPool"
     index: int
@@ -78,24 +137,35 @@ class KVSlot:
 
 
 class KVSlotPool:
-    """Slots of one capacity: per layer keys [slots, kv, n, hd] and values [slots, kv, n, hd_v], n the capacity or what
-    the layer keeps.
+    """Slots of one capacity.
 
-    kept: the most positions that each layer keeps, None for all. by_position: layers that are views of memory
-    [slots, n, kv, hd], the heads of a position side by side. Memory comes with the first write to a layer, in the dtype
-    and on the device of what is written, and grows with the slots in use.
+    Each layer has keys [slots, kv, n, hd] and values [slots, kv, n, hd_v], where n is the capacity, or less in a layer
+    that stores fewer positions. Memory is allocated at the first write to a layer, with the dtype and device of what is
+    written, and grows with the number of used slots.
+
+    Args:
+        capacity: Positions of a slot.
+        max_positions: For each layer, the largest number of positions that it stores. None: all.
+        by_position: Layers whose memory is [slots, n, kv, hd], so that the heads of a position are next to each other.
+
+    Attributes:
+        capacity: Positions of a slot.
+        slots: The used slots, by index.
+        min_slots: Slots for which memory is allocated, even if fewer are used.
+        sizes: Positions of each layer, n.
     """
 
-    def __init__(self, capacity: int, kept: Sequence[int | None], by_position: Container[int] = ()):
+    def __init__(self, capacity: int, max_positions: Sequence[int | None], by_position: Container[int] = ()):
         self.capacity = capacity
-        self.slots: list[KVSlot] = []  # by index
-        self.min_slots = 0  # slots that there is room for, used or not
-        self.sizes = [capacity if most is None else min(capacity, most) for most in kept]  # positions, by layer
+        self.slots: list[KVSlot] = []
+        self.min_slots = 0
+        self.sizes = [capacity if limit is None else min(capacity, limit) for limit in max_positions]
         self._by_position = by_position
-        self._linear: set[int] = set()  # layers that keep states
-        self._layers: list[tuple[Tensor, ...] | None] = [None] * len(kept)
+        self._linear: set[int] = set()  # layers of linear attention
+        self._layers: list[tuple[Tensor, ...] | None] = [None] * len(max_positions)
 
     def take(self) -> KVSlot:
+        """Return a new slot."""
         slot = KVSlot(self, len(self.slots))
         self.slots.append(slot)
         return slot
@@ -108,27 +178,40 @@ class KVSlotPool:
             k: Keys that are to be written, [.., kv, hd]; only its size, dtype and device count.
             v: Values that are to be written, [.., kv, hd_v].
         """
-        kinds = [((like.shape[-2], self.sizes[index], like.shape[-1]), like) for like in (k, v)]
-        return self._grown(index, kinds)
+        shapes = [(like.shape[-2], self.sizes[index], like.shape[-1]) for like in (k, v)]
+        return self._allocate(index, shapes, (k, v))
 
     def states(self, index: int, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return the states of a layer of linear attention for every slot in use, [slots, ..] each; like: [.., ..] of
-        what is to be written."""
-        self._linear.add(index)
-        return self._grown(index, [(tuple(state.shape[1:]), state) for state in like])
+        """Return the states of a layer of linear attention for every slot in use, [slots, ..] each.
 
-    def _grown(self, index: int, kinds: Sequence[tuple[tuple[int, ...], Tensor]]) -> tuple[Tensor, ...]:
-        held = self._layers[index]
-        used = max(len(self.slots), self.min_slots)
-        if held is None or held[0].shape[0] < used:
-            # Zeros, not whatever the memory holds: a NaN that is hidden would still be one after the product.
-            count = used if held is None else max(used, held[0].shape[0] * 3 // 2)
-            fresh = tuple(self._zeros(index, (count, *shape), like) for shape, like in kinds)
-            if held is not None:
-                for new, old in zip(fresh, held, strict=True):
-                    new[: old.shape[0]] = old
-            held = self._layers[index] = fresh
-        return held
+        Args:
+            index: The layer.
+            like: States that are to be written, [.., ..]; only their sizes, dtypes and devices count.
+        """
+        self._linear.add(index)
+        return self._allocate(index, [tuple(state.shape[1:]) for state in like], like)
+
+    def _allocate(self, index: int, shapes: Sequence[tuple[int, ...]], like: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return a layer's memory for every slot in use, allocating or growing it if necessary.
+
+        Args:
+            index: The layer.
+            shapes: Shape of a slot in each tensor.
+            like: Tensors with the dtype and the device of each.
+        """
+        stored = self._layers[index]
+        needed = max(len(self.slots), self.min_slots)
+        if stored is not None and stored[0].shape[0] >= needed:
+            return stored
+        # Half as many again, so that memory is not copied for every new slot.
+        count = needed if stored is None else max(needed, stored[0].shape[0] * 3 // 2)
+        # Zeros, because a NaN in memory that is masked would still be a NaN after the product.
+        grown = tuple(self._zeros(index, (count, *shape), tensor) for shape, tensor in zip(shapes, like, strict=True))
+        if stored is not None:
+            for new, old in zip(grown, stored, strict=True):
+                new[: old.shape[0]] = old
+        self._layers[index] = grown
+        return grown
 
     def _zeros(self, index: int, shape: tuple[int, ...], like: Tensor) -> Tensor:
         if index in self._linear or index not in self._by_position:
@@ -136,70 +219,97 @@ class KVSlotPool:
         slots, heads, positions, size = shape
         return like.new_zeros((slots, positions, heads, size)).transpose(1, 2)
 
-    def held(self, index: int) -> tuple[Tensor, ...]:
-        """Return the states of a layer of linear attention, grown to every slot in use. Raises ValueError without."""
-        held = self._layers[index]
-        if held is None:
-            raise ValueError(f"layer {index} has kept nothing yet")
-        return self.states(index, held)
+    def stored_states(self, index: int) -> tuple[Tensor, ...]:
+        """Return the states of a layer of linear attention that has stored some, for every slot in use.
+
+        Raises:
+            ValueError: If nothing was stored.
+        """
+        stored = self._layers[index]
+        if stored is None:
+            raise ValueError(f"layer {index} has stored no states yet")
+        return self.states(index, stored)
 
     def begin(self, targets: Sequence[int], source: "KVSlotPool", sources: Sequence[int]) -> None:
-        """Let the sequences in the slots `targets` go on from the states of those in the slots `sources` of a pool."""
+        """Copy the states of linear attention from slots of another pool.
+
+        Args:
+            targets: Indices of slots in this pool.
+            source: Pool of the slots that are copied.
+            sources: Indices of these, one per target.
+        """
         for layer in source._linear:
-            held = source._layers[layer]
-            assert held is not None
-            to_index, from_index = (torch.tensor(indices, device=held[0].device) for indices in (targets, sources))
-            for mine, theirs in zip(self.states(layer, held), held, strict=True):
-                mine[to_index] = theirs[from_index]
+            stored = source._layers[layer]
+            assert stored is not None
+            device = stored[0].device
+            target_index = torch.tensor(targets, device=device)
+            source_index = torch.tensor(sources, device=device)
+            for new, old in zip(self.states(layer, stored), stored, strict=True):
+                new[target_index] = old[source_index]
 
     def tensors(self) -> list[Tensor]:
-        """Return its memory."""
-        return [tensor for held in self._layers if held is not None for tensor in held]
+        """Return the memory of all layers."""
+        tensors: list[Tensor] = []
+        for stored in self._layers:
+            if stored is not None:
+                tensors += stored
+        return tensors
 
     def keys_and_values(self) -> list[Tensor]:
-        """Return its memory but for states of linear attention."""
-        layers = (held for index, held in enumerate(self._layers) if index not in self._linear)
-        return [tensor for held in layers if held is not None for tensor in held]
+        """Return the memory of all layers without those of linear attention."""
+        tensors: list[Tensor] = []
+        for index, stored in enumerate(self._layers):
+            if stored is not None and index not in self._linear:
+                tensors += stored
+        return tensors
 
     def clear(self) -> None:
-        """Empty every slot, and keep the memory: zeros, as new one."""
+        """Empty every slot. Memory is kept, and set to zeros as if it were new."""
         for slot in self.slots:
-            slot.owner = None  # a step that is kept may hold the slot
+            slot.owner = None  # a captured step may still have the slot
         self.slots = []
         for tensor in self.tensors():
             tensor.zero_()
 
     def linear_states(self) -> list[Tensor]:
         """Return the states of every layer of linear attention, [slots, ..] each."""
-        return [state for layer in sorted(self._linear) for state in self.held(layer)]
+        states: list[Tensor] = []
+        for layer in sorted(self._linear):
+            states += self.stored_states(layer)
+        return states
 
     def release(self, gone: Sequence[KVSlot]) -> None:
-        """Empty the slots of `gone`; the last ones in use move into the holes. Free slots are zeros, as new ones."""
+        """Empty the slots `gone`.
+
+        The last used slots move to the emptied indices, so that used slots stay the first ones. For example, of the
+        slots 0 to 4, 1 and 3 are released. Then 2 stays, 4 moves to 1, and there are 3 slots. Unused memory is set to
+        zeros.
+        """
         leaving = {slot.index for slot in gone}
         for slot in gone:
             slot.owner = None
-        left = len(self.slots) - len(leaving)
-        holes = sorted(index for index in leaving if index < left)
-        movers = [index for index in range(left, len(self.slots)) if index not in leaving]
+        remaining = len(self.slots) - len(leaving)
+        holes = sorted(index for index in leaving if index < remaining)
+        movers = [index for index in range(remaining, len(self.slots)) if index not in leaving]
         for hole, mover in zip(holes, movers, strict=True):
             self.slots[hole] = self.slots[mover]
             self.slots[hole].index = hole
-        del self.slots[left:]
+        del self.slots[remaining:]
         self._copy(self, movers, holes)
         for tensor in self.tensors():
-            tensor[left : left + len(leaving)] = 0
+            tensor[remaining : remaining + len(leaving)] = 0
 
     def receive(self, slots: Sequence[KVSlot]) -> None:
-        """Take over sequences from smaller slots of one other pool, which keeps none of them."""
+        """Move sequences from smaller slots of another pool to this one. All of them must be from the same pool."""
         source = slots[0].pool
         first = len(self.slots)
         self.slots += slots
         indices = [slot.index for slot in slots]
-        for layer, held in enumerate(source._layers):
-            if held is not None and layer in source._linear:
-                self.states(layer, held)
-            elif held is not None:
-                keys, values = held
+        for layer, stored in enumerate(source._layers):  # allocate memory for them
+            if stored is not None and layer in source._linear:
+                self.states(layer, stored)
+            elif stored is not None:
+                keys, values = stored
                 self.layer(layer, keys[:, :, 0], values[:, :, 0])
         source._copy(self, indices, list(range(first, len(self.slots))))
         source.release([KVSlot(source, index) for index in indices])
@@ -207,21 +317,34 @@ class KVSlotPool:
             slot.pool, slot.index = self, index
 
     def _copy(self, target: "KVSlotPool", sources: list[int], targets: list[int]) -> None:
+        """Copy slots to those of a pool with the same or a larger capacity."""
         if not sources:
             return
-        for held, into in zip(self._layers, target._layers, strict=True):
-            if held is None or into is None:
+        for stored, target_stored in zip(self._layers, target._layers, strict=True):
+            if stored is None or target_stored is None:
                 continue
-            device = held[0].device
-            from_index, to_index = (torch.tensor(indices, device=device) for indices in (sources, targets))
-            for old, new in zip(held, into, strict=True):
-                new[to_index, :, : old.shape[2]] = old[from_index]  # a larger slot has more positions
+            device = stored[0].device
+            source_index = torch.tensor(sources, device=device)
+            target_index = torch.tensor(targets, device=device)
+            for old, new in zip(stored, target_stored, strict=True):
+                new[target_index, :, : old.shape[2]] = old[source_index]  # a larger slot has more positions
 
 
 class KeyValues:
-    """Pools of one engine, for a model whose layers have these windows (None: a layer that sees everything).
-    bidirectional: of each layer, whether the tokens of an image see one another; by default nowhere. flash: what rows
-    attend to the keys of their slots with; None: products."""
+    """The cache of one engine: pools of prompts and of rows.
+
+    Args:
+        windows: Sliding window of each layer. None: the layer sees all positions.
+        bidirectional: For each layer, whether the tokens of an image see each other. None: in no layer.
+        flash: Attention of rows to their slots. None: matrix products.
+
+    Attributes:
+        windows: As in the arguments.
+        bidirectional: As in the arguments.
+        flash: As in the arguments.
+        prompts: Pools of prompts by capacity.
+        rows: Pools of rows by capacity.
+    """
 
     def __init__(
         self,
@@ -232,10 +355,11 @@ class KeyValues:
         self.windows = tuple(windows)
         self.bidirectional = tuple(bidirectional or [False] * len(windows))
         self.flash = flash
-        self.prompts: dict[int, KVSlotPool] = {}  # by capacity
+        self.prompts: dict[int, KVSlotPool] = {}
         self.rows: dict[int, KVSlotPool] = {}
-        # The first token after a prompt sees window - 1 of it; one slot stays, so that no tensor is empty.
-        self._prompt_keeps = [None if window is None else max(window - 1, 1) for window in windows]
+        # The first token after a prompt sees window - 1 positions of it. At least one position is stored, so that no
+        # tensor is empty.
+        self._prompt_positions = [None if window is None else max(window - 1, 1) for window in windows]
 
     @classmethod
     def of(cls, config: ModelConfig, flash: SlotFlashAttention | None = None) -> "KeyValues":
@@ -245,63 +369,85 @@ class KeyValues:
 
     @property
     def pools(self) -> list[KVSlotPool]:
+        """All pools."""
         return [*self.prompts.values(), *self.rows.values()]
 
     def new_prompt(self, length: int, rotary_shift: int = 0) -> KVSlot:
+        """Return a slot for a prompt of `length` tokens."""
         slot = self._pool(self.prompts, slot_size(length)).take()
         slot.length, slot.rotary_shift = length, rotary_shift
         return slot
 
     def new_row(self, owner: Any = None, capacity: int = SMALLEST_SLOT) -> KVSlot:
+        """Return an empty slot for a row of the sequence `owner`."""
         slot = self._pool(self.rows, capacity).take()
         slot.owner = owner
         return slot
 
     def grow(self) -> bool:
-        """Move rows whose slot is full to a larger one. Return whether there were any."""
+        """Move rows whose slot is full to larger ones. Return whether there were any."""
         moved = False
+        # From the largest capacity on, so that no row is moved twice.
         for capacity, pool in sorted(self.rows.items(), reverse=True):
-            if full := [slot for slot in pool.slots if slot.length == capacity]:
+            full = [slot for slot in pool.slots if slot.length == capacity]
+            if full:
                 self._pool(self.rows, 2 * capacity).receive(full)
                 moved = True
         return moved
 
     def release(self, slots: Sequence[KVSlot]) -> None:
-        for pool in {slot.pool: None for slot in slots}:
-            pool.release([slot for slot in slots if slot.pool is pool])
+        """Empty slots of any pools."""
+        by_pool: dict[KVSlotPool, list[KVSlot]] = {}
+        for slot in slots:
+            by_pool.setdefault(slot.pool, []).append(slot)
+        for pool, slots_of_pool in by_pool.items():
+            pool.release(slots_of_pool)
 
     def rows_in_order(self) -> list[KVSlot]:
-        """Return every row, pool by pool and slot by slot: the order in which `Decode` wants them."""
+        """Return the slots of all rows, by capacity and index, the order of the rows in `Decode`."""
         return [slot for _, pool in sorted(self.rows.items()) for slot in pool.slots]
 
     def _pool(self, pools: dict[int, KVSlotPool], capacity: int) -> KVSlotPool:
+        """Return the pool of a capacity, creating it if necessary. `pools` is `prompts` or `rows`."""
         if capacity not in pools:
-            is_of_prompts = pools is self.prompts
-            by_position = {
-                layer
-                for layer, window in enumerate(self.windows)
-                # Prompts of layers with a window are left to products.
-                if self.flash is not None and not (is_of_prompts and window is not None)
-            }
-            pools[capacity] = KVSlotPool(capacity, self._prompt_keeps if is_of_prompts else self.windows, by_position)
+            is_for_prompts = pools is self.prompts
+            by_position = set()
+            for layer, window in enumerate(self.windows):
+                # Flash attention reads slots by position. In layers with a window, prompts are read by products.
+                if self.flash is not None and not (is_for_prompts and window is not None):
+                    by_position.add(layer)
+            max_positions = self._prompt_positions if is_for_prompts else self.windows
+            pools[capacity] = KVSlotPool(capacity, max_positions, by_position)
         return pools[capacity]
 
 
 class PromptKey(NamedTuple):
-    """Identity of a prompt: its token ids, and the digest of its images, None without."""
+    """Identity of a prompt: requests with equal keys share it.
+
+    Attributes:
+        ids: Token ids.
+        images: Digest of the images. None without images.
+    """
 
     ids: tuple[int, ...]
     images: str | None
 
     @classmethod
     def of(cls, request: Request) -> "PromptKey":
+        """Return the key of a request's prompt."""
         return cls(tuple(request.prompt), None if request.images is None else request.images.digest)
 
 
 @dataclass
 class CachedPrompt:
-    """Prompt in the cache: its slot, the logits [V] after it, the experts that its tokens went to, [P, layers, k], if
-    these are noted, and the number of rows that use it."""
+    """Prompt in the cache.
+
+    Attributes:
+        slot: Its slot.
+        logits: Logits of the token after it, [V].
+        routed: Experts to which its tokens were routed, [P, layers, k], if these are recorded.
+        users: The number of rows that use it.
+    """
 
     slot: KVSlot
     logits: Tensor
@@ -311,8 +457,14 @@ class CachedPrompt:
 
 @dataclass(frozen=True)
 class Budget:
-    """Limits of one engine. rows: decoded together; tokens: positions of keys and values held; prefill: prompt tokens
-    read in one forward, enough for full-sized products, little beside the activations of training."""
+    """Limits of one engine.
+
+    Attributes:
+        rows: Rows that are decoded together.
+        tokens: Positions of keys and values.
+        prefill: Prompt tokens that are read in one forward: enough for full-sized products, and little compared to the
+            activations of training.
+    """
 
     rows: int
     tokens: int
@@ -322,12 +474,18 @@ class Budget:
 def choose_budget(
     model: CausalLM, device: torch.device, ranks: int = 1, tp: int = 1, *, with_graphs: bool = False
 ) -> Budget:
-    """Return the budget of one of at most `ranks` engines that share a host, with its part of the heads under `tp`.
+    """Choose the budget of an engine.
 
-    Rows: decoding reads every weight once per step, whatever the rows, until the products are bound by arithmetic. A
-    CPU is there at a few dozen rows, and more of them only push keys and values out of its caches; a GPU at some
-    hundreds. Memory: that of `free_device_memory`; what layers of linear attention keep of rows and their prompts takes
-    half of it at most. with_graphs: these round rows and prompts up, at most twofold.
+    Rows: a decoding step reads every weight once, so more rows cost little until the products are bound by arithmetic.
+    On a CPU this is at a few dozen rows, and more rows only push keys and values out of its caches. On a GPU it is at
+    some hundreds. Memory: that of `free_device_memory`, of which the states of linear attention take at most half.
+
+    Args:
+        model: The model.
+        device: Device of the engine.
+        ranks: The largest number of engines that share a host.
+        tp: The number of ranks that share the heads.
+        with_graphs: Whether CUDA graphs are used, which round rows and prompts up, at most twofold.
     """
     config = model.config
     dtype, free = next(model.parameters()).dtype, free_device_memory(device, ranks)
@@ -341,13 +499,21 @@ def choose_budget(
             * dtype.itemsize
         )
         state = config.layer_types.count(LINEAR) * (config.linear_attention.state_size * wide + window) // tp
-        rows = max(1, min(rows, free // 2 // (2 * state)))
-        free -= rows * 2 * state
+        per_row = 2 * state  # of the row and its prompt
+        rows = max(1, min(rows, free // 2 // per_row))
+        free -= rows * per_row
     tokens = max(1, free // max(per_position, 1))
     return Budget(rows, tokens // 2 if with_graphs else tokens, prefill)
 
 
 def position_bytes(config: ModelConfig, dtype: torch.dtype, tp: int = 1) -> int:
-    """Return the bytes of a position of keys and values: in every layer that keeps keys, though those with a window
-    keep fewer positions, and in the parameters' dtype."""
+    """Return the bytes of one position of keys and values in all layers that store keys.
+
+    Layers with a window are counted like the others, although they store fewer positions.
+
+    Args:
+        config: The model's config.
+        dtype: Dtype of the parameters.
+        tp: The number of ranks that share the heads.
+    """
     return sum(heads.num_elements(tp) for heads in config.cached_kv_heads) * dtype.itemsize

@@ -1,14 +1,20 @@
-"""The native engine on a mesh: the training weights themselves, every rank's share of the requests, one result.
+"""The native engine on a mesh: it samples with the training weights themselves.
 
-Requests are shared out over the dp and cp ranks, which decode theirs each by itself; the ranks of one tp group decode
-the same rows in step. FSDP's weights are gathered once for all of it where memory allows; else layer by layer in every
-forward, in which all ranks must then take part until the last one is done. Context parallel plays no part: a cache
-attends by itself.
+Requests are distributed over the dp and cp ranks, each of which decodes its own. The ranks of one tp group decode the
+same rows in lockstep. Context parallel plays no part, because attention over a cache needs none.
+
+FSDP's weights are gathered once for the full rollout if memory allows. Otherwise each forward gathers them layer by
+layer, which is collective. All ranks must then do the same number of forwards, so a rank that is done continues with
+forwards of a single token until the last rank is done:
+
+    rank 0    forward   forward   forward   forward   forward     done
+    rank 1    forward   forward   forward   (idle)    (idle)      done with its own requests after 3 forwards
 """
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,13 +37,38 @@ if TYPE_CHECKING:
     from dtrain.inference.graphs import GraphedSteps
 
 
-class NativeEngine(RolloutEngine):
-    """Engine of a policy's model on its mesh, with its weights as they are at each call: they may change in between.
+class _RankResult(NamedTuple):
+    """Result of one rank's part of a rollout.
 
-    decode: token ids → text; needed for stop texts only. unshard: whether FSDP's weights are gathered once for a whole
-    rollout; "auto" where they take at most half of the memory that is free. steps: as `Engine` has it; not under tp.
-    Where weights are not gathered once, or another rank found an obstacle, a rollout goes without, and `say` says so
-    once. offloads: whether the optimizer's state moves to host memory meanwhile.
+    Attributes:
+        completions: Completions of the rank's requests. None if it was asked to stop.
+        obstacle: Reason why steps cannot be CUDA graphs. None: they can, or graphs are not used.
+        not_kept_reason: Reason why captured graphs are not kept until the next rollout. None: they are.
+    """
+
+    completions: list[Completion] | None
+    obstacle: str | None = None
+    not_kept_reason: str | None = None
+
+
+class NativeEngine(RolloutEngine):
+    """Engine of a policy's model on its mesh. Each call uses the weights as they are.
+
+    Args:
+        policy: The policy.
+        decode: Decodes token ids to text. Needed only for stop texts.
+        unshard: Whether FSDP's weights are gathered once for a full rollout. "auto": if they take at most half of the
+            free memory.
+        steps: CUDA graphs, as in `Engine`. Not under tensor parallel. They are given up, with a note, if weights are
+        not
+            gathered once, or a rank finds an obstacle.
+        offloads: Whether the optimizer's state is in host memory during a rollout.
+        say: Prints a note.
+
+    Attributes:
+        model: The policy's model.
+        mesh: The policy's mesh.
+        device: The policy's device.
     """
 
     def __init__(
@@ -53,7 +84,9 @@ class NativeEngine(RolloutEngine):
         self.model, self.mesh, self.device = policy.model, policy.mesh, policy.device
         if steps is not None and self.mesh.tp.size() > 1:
             raise ValueError("graphs hold no collective: none under tensor parallel")
-        self._steps, self._offloader, self._say = steps, policy.offloader if offloads else None, say
+        self._steps = steps
+        self._offloader = policy.offloader if offloads else None
+        self._say = say
         self._decode, self._unshard = decode, unshard
         self._flash, note = choose_varlen_decode(
             self.model.config, policy.precision.compute, self.device, self.mesh.tp.size()
@@ -66,89 +99,136 @@ class NativeEngine(RolloutEngine):
     def generate(
         self, requests: Sequence[Request], should_stop: ShouldStop | None = None, *, version: int = 0
     ) -> list[Completion]:
-        """Return the completions of `requests`, in order. Collective: every rank passes all requests, gets all results.
+        """Return the completions of `requests`, in order, on every rank. Every rank must pass all requests.
 
-        should_stop: called on each rank between two tokens; once it returns True that rank gives up, and Interrupted is
-        raised on all of them, as soon as the others have given up too, or are done.
+        Tokens are the same on every mesh in float64. In float32 they are, too, unless two tokens are almost tied.
 
-        Tokens are the same on every mesh in float64, and in float32 but where two tokens all but tie. Besides the
-        model's own collectives: under tp one broadcast per draw; one all-reduce per forward where weights are gathered
-        layer by layer or experts lie on several ranks; two small reductions and one all-gather of objects in all.
-        Raises UserError, for bad requests on every rank; what else goes wrong on one rank is raised there, and the
-        others wait for it.
+        Args:
+            requests: The requests.
+            should_stop: Called on each rank between two tokens. If it returns True, this rank gives up, and all ranks
+                raise Interrupted as soon as the others have given up, too, or are done.
+            version: Not used.
+
+        Raises:
+            UserError: On every rank, if a request is not valid. Other errors are raised on the rank where they occur,
+                for which the others wait.
+            Interrupted: If a rank was asked to stop.
+
+        Collectives:
+            Those of the model. Under tp, one broadcast per sampled token. One all-reduce per forward if weights are
+            gathered layer by layer, or experts are distributed. And two small reductions and one all-gather of objects.
         """
         if not requests:
             return []
-        ranks = self.mesh.dp_cp.size()
-        shares = distribute_requests(requests, ranks)
+        shares = distribute_requests(requests, self.mesh.dp_cp.size())
         with ExitStack() as stack:
             if self._offloader is not None:
                 self._offloader.offload_before_refit()
                 stack.callback(self._offloader.prepare_for_training)
             gathers_once = self._gathers_once()
-            if self._steps is not None and self._sharding.is_sharded and not gathers_once:
-                self._steps.give_up(
-                    "graphs need the whole weights on every rank, which take more than half of the free memory; "
-                    "grpo.unshard=true gathers them all the same"
-                )
-                self._without_graphs(self._steps.obstacle)
-            stack.enter_context(without_sequence_parallel(self.model))
-            if gathers_once:
-                before = [] if self._steps is None else self._steps.weights()
-                stack.enter_context(self._sharding.unsharded())
-                if self._steps is not None:
-                    self._steps.refresh(before)
-            else:
-                stack.callback(self._sharding.reshard)
-            in_step = self.mesh.ep is not None or (self._sharding.is_sharded and ranks > 1 and not gathers_once)
-            peers = _MeshPeers(self.mesh, in_step=in_step, should_stop=should_stop)
-            engine = self._engine(requests, peers)
-            mine = [requests[index] for index in shares[self.mesh.dp_cp.get_local_rank()]]
-            completions: list[Completion] | None = None
-            with suppress(Interrupted):
-                completions = engine.generate(mine)
-            with evaluation_mode(self.model):
-                while peers.others_go_on():  # a forward on nothing, for the weights or the experts that the others need
-                    store = KeyValues([None] * self.model.config.num_hidden_layers)
-                    token = torch.zeros((1, 1), dtype=torch.int64, device=self.device)
-                    images = empty_images(token, self.model.config) if peers.run_tower else None
-                    self.model.next_logits(token, Prefill(store, [store.new_prompt(1)], self.device), images)
-        mine_and_why = completions, *((None, None) if self._steps is None else (self._steps.obstacle, self._steps.lost))
-        everywhere = (
-            Ranks(self.mesh.dp_cp.get_group()).gather_results(lambda: mine_and_why) if ranks > 1 else [mine_and_why]
-        )
+            self._prepare_weights(stack, gathers_once)
+            local_requests = [requests[index] for index in shares[self.mesh.dp_cp.get_local_rank()]]
+            completions = self._generate_local(requests, local_requests, gathers_once, should_stop)
+        result = _RankResult(completions)
         if self._steps is not None:
-            self._steps.lost = next((lost for *_, lost in everywhere if lost is not None), None)
-        self._without_graphs(next((obstacle for _, obstacle, _ in everywhere if obstacle is not None), None))
+            result = _RankResult(completions, self._steps.obstacle, self._steps.not_kept_reason)
+        results = self._gather_results(result)
         by_index: dict[int, Completion] = {}
-        for share, (drawn, *_) in zip(shares, everywhere, strict=True):
-            if drawn is None:
+        for share, rank_result in zip(shares, results, strict=True):
+            if rank_result.completions is None:
                 raise Interrupted
-            by_index.update(zip(share, drawn, strict=True))
+            by_index.update(zip(share, rank_result.completions, strict=True))
         return [by_index[index] for index in range(len(requests))]
 
-    def _without_graphs(self, obstacle: str | None) -> None:
-        """Decode kernel by kernel from here on, where there is an obstacle, and say so; or that graphs are not kept."""
+    def _prepare_weights(self, stack: ExitStack, gathers_once: bool) -> None:
+        """Gather the weights for a rollout, or prepare to gather them in each forward, until `stack` closes."""
+        if self._steps is not None and self._sharding.is_sharded and not gathers_once:
+            self._steps.give_up(
+                "graphs need the whole weights on every rank, which take more than half of the free memory; "
+                "grpo.unshard=true gathers them all the same"
+            )
+            self._give_up_graphs(self._steps.obstacle)
+        stack.enter_context(without_sequence_parallel(self.model))
+        if not gathers_once:
+            stack.callback(self._sharding.reshard)
+            return
+        sharded_weights = [] if self._steps is None else self._steps.weights()
+        stack.enter_context(self._sharding.unsharded())
+        if self._steps is not None:
+            self._steps.refresh(sharded_weights)
+
+    def _generate_local(
+        self,
+        requests: Sequence[Request],
+        local_requests: Sequence[Request],
+        gathers_once: bool,
+        should_stop: ShouldStop | None,
+    ) -> list[Completion] | None:
+        """Return the completions of this rank's requests, or None if it was asked to stop.
+
+        Args:
+            requests: All requests, which are checked.
+            local_requests: Those of this rank.
+            gathers_once: Whether the weights are gathered.
+            should_stop: As in `generate`.
+        """
+        gathers_in_forwards = self._sharding.is_sharded and self.mesh.dp_cp.size() > 1 and not gathers_once
+        in_step = self.mesh.ep is not None or gathers_in_forwards
+        peers = _MeshPeers(self.mesh, in_step=in_step, should_stop=should_stop)
+        engine = self._engine(requests, peers)
+        completions: list[Completion] | None = None
+        with suppress(Interrupted):
+            completions = engine.generate(local_requests)
+        with evaluation_mode(self.model):
+            while peers.others_go_on():
+                self._run_idle_forward(peers.run_tower)
+        return completions
+
+    def _run_idle_forward(self, run_tower: bool) -> None:
+        """Run a forward of one token, for the weights or the experts that other ranks need."""
+        store = KeyValues([None] * self.model.config.num_hidden_layers)
+        token = torch.zeros((1, 1), dtype=torch.int64, device=self.device)
+        images = empty_images(token, self.model.config) if run_tower else None
+        self.model.next_logits(token, Prefill(store, [store.new_prompt(1)], self.device), images)
+
+    def _gather_results(self, result: _RankResult) -> list[_RankResult]:
+        """Return the results of all dp and cp ranks, and give up graphs if one of them has found an obstacle."""
+        results = [result]
+        if self.mesh.dp_cp.size() > 1:
+            results = Ranks(self.mesh.dp_cp.get_group()).gather_results(lambda: result)
+        reasons = [each.not_kept_reason for each in results if each.not_kept_reason is not None]
+        obstacles = [each.obstacle for each in results if each.obstacle is not None]
+        if self._steps is not None:
+            self._steps.not_kept_reason = reasons[0] if reasons else None
+        self._give_up_graphs(obstacles[0] if obstacles else None)
+        return results
+
+    def _give_up_graphs(self, obstacle: str | None) -> None:
+        """Decode without graphs from here on if there is an obstacle. Print this, or that graphs are not kept."""
         if self._steps is not None and obstacle is not None:
             self._steps = None
             self._say(f"note: decoding goes on kernel by kernel, without CUDA graphs: {obstacle}")
-        elif self._steps is not None and self._steps.lost is not None:
-            self._say(f"note: {self._steps.lost}")
-            self._steps.lost = None
+        elif self._steps is not None and self._steps.not_kept_reason is not None:
+            self._say(f"note: {self._steps.not_kept_reason}")
+            self._steps.not_kept_reason = None
 
     def check(self, requests: Sequence[Request]) -> None:
-        """Raise UserError, on every rank, for requests that are bad, or do not fit into memory. Collective."""
+        """Raise UserError, on every rank, if a request is not valid or does not fit into memory. Collective."""
         self._engine(requests)
 
     def _engine(self, requests: Sequence[Request], peers: Peers | None = None) -> Engine:
-        """Return this rank's engine, which can answer each of `requests`. Collective. Raises UserError."""
+        """Return this rank's engine. Collective.
+
+        Raises:
+            UserError: If one of `requests` is not valid or does not fit into memory.
+        """
         mesh, has_graphs = self.mesh, self._steps is not None
-        chosen = choose_budget(self.model, self.device, mesh.size, mesh.tp.size(), with_graphs=has_graphs)
+        budget = choose_budget(self.model, self.device, mesh.size, mesh.tp.size(), with_graphs=has_graphs)
         engine = Engine(
             self.model,
             decode=self._decode,
-            max_rows=chosen.rows,
-            max_tokens=self._least(chosen.tokens),  # the ranks of a tp group must let in the same rows
+            max_rows=budget.rows,
+            max_tokens=self._min_over_ranks(budget.tokens),  # the ranks of a tp group must admit the same rows
             device=self.device,
             peers=peers,
             steps=self._steps,
@@ -159,102 +239,137 @@ class NativeEngine(RolloutEngine):
         return engine
 
     def _gathers_once(self) -> bool:
-        """Return whether weights are gathered once, the same on every rank. Collective where it depends on memory."""
-        if not self._sharding.is_sharded or self._unshard != "auto":
-            return self._sharding.is_sharded and bool(self._unshard)
-        whole = sum(parameter.numel() * parameter.dtype.itemsize for parameter in self.model.parameters())
-        per_rank = whole // self.mesh.tp.size()
-        return bool(self._least(int(2 * per_rank <= free_device_memory(self.device, self.mesh.size))))
+        """Check whether weights are gathered once, the same on every rank. Collective with `unshard="auto"`."""
+        if not self._sharding.is_sharded:
+            return False
+        if self._unshard != "auto":
+            return bool(self._unshard)
+        model_bytes = sum(parameter.numel() * parameter.dtype.itemsize for parameter in self.model.parameters())
+        per_rank = model_bytes // self.mesh.tp.size()
+        fits = 2 * per_rank <= free_device_memory(self.device, self.mesh.size)
+        return bool(self._min_over_ranks(int(fits)))
 
-    def _least(self, value: int) -> int:
-        """Return the smallest of all ranks' values. An all-reduce over dp and cp, and one over tp."""
-        host = torch.tensor([value])
+    def _min_over_ranks(self, value: int) -> int:
+        """Return the smallest value of all ranks. One all-reduce over dp and cp, and one over tp."""
+        smallest = torch.tensor([value])
         for mesh in (self.mesh.dp_cp, self.mesh.tp):
             if mesh.size() > 1:
-                dist.all_reduce(host, dist.ReduceOp.MIN, group=mesh.get_group())
-        return int(host)
+                dist.all_reduce(smallest, dist.ReduceOp.MIN, group=mesh.get_group())
+        return int(smallest)
 
 
 class _MeshPeers(Peers):
-    """Peers on a mesh. in_step: every forward gathers weights over dp and cp, or sends tokens to experts there, so that
-    all those ranks make as many."""
+    """The other ranks of a mesh.
+
+    Args:
+        mesh: The mesh.
+        in_step: Whether every forward is collective over dp and cp, because it gathers weights or sends tokens to
+            experts, so that all these ranks must do the same number of forwards.
+        should_stop: As in `NativeEngine.generate`.
+    """
 
     def __init__(self, mesh: Mesh, *, in_step: bool, should_stop: ShouldStop | None):
         self._tp, self._dp_cp = mesh.tp, mesh.dp_cp
         self._in_step = in_step
-        self._ask_stop = should_stop
-        self._first_stops: Tensor | None = None  # the first tp rank's `should_stop` at the last draw, [R]
+        self._should_stop = should_stop
+        self._first_rank_stops: Tensor | None = None  # the first tp rank's `should_stop` at the last token, [R]
 
     def before_forward(self, has_images: bool) -> None:
+        """Tell the other ranks that this one does a forward. One all-reduce if they are in step."""
         if self._in_step:
-            self._ranks_at_work(1, has_images)
+            self._count_working_ranks(is_working=True, has_images=has_images)
 
     def others_go_on(self) -> bool:
-        """Return whether this rank, which is done, must take part in one forward more."""
-        return self._in_step and self._ranks_at_work(0, False) > 0
+        """Check whether this rank, which is done, must do another forward. One all-reduce if ranks are in step."""
+        return self._in_step and self._count_working_ranks(is_working=False, has_images=False) > 0
 
     def agree(self, tokens: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the first tp rank's tokens [R] int64 and logprobs [R] float64; one broadcast. All have the same
-        logits, but a sum may be rounded in another order on a GPU."""
+        """Return the first tp rank's tokens, int64 [R], and logprobs, float64 [R]. One broadcast over tp.
+
+        All tp ranks have the same logits, but on a GPU their sums may be rounded in another order.
+        """
         if self._tp.size() == 1:
             return tokens, logprobs
-        stops = float(self._ask_stop is not None and self._ask_stop())
+        stops = float(self._should_stop is not None and self._should_stop())
         logprobs = logprobs.to(torch.float64)
-        drawn = torch.stack([tokens.to(torch.float64), logprobs, torch.full_like(logprobs, stops)])
-        dist.broadcast(drawn, group=self._tp.get_group(), group_src=0)
-        self._first_stops = drawn[2]
-        return drawn[0].to(torch.int64), drawn[1]
+        sampled = torch.stack([tokens.to(torch.float64), logprobs, torch.full_like(logprobs, stops)])
+        dist.broadcast(sampled, group=self._tp.get_group(), group_src=0)
+        self._first_rank_stops = sampled[2]
+        return sampled[0].to(torch.int64), sampled[1]
 
-    def give_up(self) -> bool:
-        """Return whether to stop: of the tp ranks' answers the first one's counts, as its draws do."""
+    def should_stop(self) -> bool:
+        """Check whether to stop. Of a tp group, only the first rank's answer counts, which came with its tokens."""
         if self._tp.size() > 1:
-            return self._first_stops is not None and bool(self._first_stops.any())
-        return self._ask_stop is not None and self._ask_stop()
+            return self._first_rank_stops is not None and bool(self._first_rank_stops.any())
+        return self._should_stop is not None and self._should_stop()
 
-    def _ranks_at_work(self, mine: int, has_images: bool) -> int:
-        counts = torch.tensor([mine, has_images])
+    def _count_working_ranks(self, *, is_working: bool, has_images: bool) -> int:
+        """Return how many dp and cp ranks do a forward for their own requests. Sets `run_tower`. One all-reduce."""
+        counts = torch.tensor([int(is_working), int(has_images)])
         dist.all_reduce(counts, group=self._dp_cp.get_group())
-        ranks, with_images = counts.tolist()
-        self.run_tower = with_images > 0
-        return ranks
+        num_working, num_with_images = counts.tolist()
+        self.run_tower = num_with_images > 0
+        return num_working
 
 
-# What reading a token of a prompt costs beside drawing one: it is read among many in one product, and once per group.
-_READING = 0.25
-# How far above the mean the largest share may be before groups are cut for the sake of evenness.
-_SLACK = 1.1
+# Cost of reading a prompt's token, relative to sampling one: many are read in one product, and once per group.
+_READING_COST = 0.25
+# Largest load of a rank, relative to the mean, that is accepted before groups are divided further.
+_MAX_IMBALANCE = 1.1
 
 
 def distribute_requests(requests: Sequence[Request], ranks: int) -> list[list[int]]:
-    """Return the indices of `requests` for each of `ranks` ranks, ascending; the same on every rank that asks.
+    """Distribute requests over ranks, so that all have about the same work.
 
-    The work of a request is taken from its max_new_tokens, for nobody knows where it will stop. What is dealt are whole
-    groups of equal prompts, or their halves, quarters and so on until the shares are even.
+    Requests with equal prompts stay together, because they share the reading of the prompt. If that is too uneven,
+    these groups are divided into halves, quarters and so on. The work of a request is estimated by its
+    `max_new_tokens`, because nobody knows where it will stop.
+
+    Args:
+        requests: The requests.
+        ranks: The number of ranks.
+
+    Returns:
+        For each rank, the indices of its requests in ascending order; the same on every rank that calls it.
+
+    Example: two prompts of two samples each, and then eight samples of one prompt, which are divided into halves.
+        >>> from dtrain.inference.request import SamplingParams
+        >>> sampling = SamplingParams(max_new_tokens=16)
+        >>> prompts = [[1, 2], [1, 2], [3, 4], [3, 4]]
+        >>> distribute_requests([Request(prompt, sampling) for prompt in prompts], 2)
+        [[0, 1], [2, 3]]
+        >>> distribute_requests([Request([1, 2], sampling) for _ in range(8)], 2)
+        [[0, 1, 2, 3], [4, 5, 6, 7]]
     """
     if ranks == 1:
         return [list(range(len(requests)))]
     groups: dict[PromptKey, list[int]] = {}
     for index, request in enumerate(requests):
         groups.setdefault(PromptKey.of(request), []).append(index)
-    largest = max(map(len, groups.values()), default=1)
-    best: tuple[float, list[list[int]]] | None = None
-    parts = 1
+    largest_group = max(map(len, groups.values()), default=1)
+    mean_load = sum(_work(requests, members) for members in groups.values()) / ranks
+    best_load = math.inf
+    best_shares: list[list[int]] = []
+    parts = 1  # of each group
     while True:
-        pieces = []
+        pieces: list[list[int]] = []
         for members in groups.values():
-            size = -(-len(members) // parts)
+            size = -(-len(members) // parts)  # rounded up
             pieces += [members[start : start + size] for start in range(0, len(members), size)]
         costs = [_work(requests, piece) for piece in pieces]
-        dealt = balance_by_cost(costs, ranks)
-        load = max(sum(costs[piece] for piece in share) for share in dealt)
-        if best is None or load < best[0]:
-            best = load, [sorted(index for piece in share for index in pieces[piece]) for share in dealt]
-        mean = sum(_work(requests, piece) for piece in groups.values()) / ranks
-        if best[0] <= _SLACK * mean or parts >= largest:
-            return best[1]
+        pieces_of_rank = balance_by_cost(costs, ranks)
+        load = max(sum(costs[piece] for piece in share) for share in pieces_of_rank)
+        if load < best_load:
+            best_load = load
+            best_shares = []
+            for share in pieces_of_rank:
+                best_shares.append(sorted(index for piece in share for index in pieces[piece]))
+        if best_load <= _MAX_IMBALANCE * mean_load or parts >= largest_group:
+            return best_shares
         parts *= 2
 
 
 def _work(requests: Sequence[Request], piece: list[int]) -> float:
-    drawing = sum(requests[index].sampling.max_new_tokens for index in piece)
-    return drawing + _READING * len(requests[piece[0]].prompt)
+    """Return the work of requests with the same prompt, in sampled tokens."""
+    sampled_tokens = sum(requests[index].sampling.max_new_tokens for index in piece)
+    return sampled_tokens + _READING_COST * len(requests[piece[0]].prompt)

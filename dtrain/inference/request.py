@@ -1,4 +1,4 @@
-"""Requests to an engine and its completions: token ids in, token ids and log-probabilities out. No torch."""
+"""Requests to an engine, and its completions: token ids in, token ids and log-probabilities out. Imports no torch."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -10,16 +10,25 @@ if TYPE_CHECKING:
     from dtrain.inference.chats import ImagePrompt
     from dtrain.models.common.micro_batch import Images
 
-ShouldStop = Callable[[], bool]  # whether to give up what is being drawn
+# Returns whether to give up sampling.
+ShouldStop = Callable[[], bool]
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Settings of a draw: logits ÷ temperature, then top-k, then top-p of what is left, then min-p, renormalised.
+    """Settings of sampling.
 
-    temperature 0 takes the likeliest token. top_k None, top_p 1.0 and min_p 0.0 keep everything; min_p keeps tokens of
-    at least min_p times the likeliest one's probability (arXiv:2407.01082). A completion ends with a token of
-    `stop_ids`, which it keeps, with the token that completes one of the texts in `stop`, or after `max_new_tokens`.
+    Logits are divided by the temperature. Then top-k, top-p and min-p remove tokens, in this order, and the rest is
+    renormalised.
+
+    Attributes:
+        max_new_tokens: A completion ends after this number of tokens.
+        temperature: 0 selects the token with the highest probability.
+        top_k: Keep the k tokens with the highest probability. None: all.
+        top_p: Keep the smallest set of tokens whose probability reaches p. 1.0: all.
+        min_p: Keep tokens with at least this fraction of the highest probability (arXiv:2407.01082). 0.0: all.
+        stop_ids: Tokens that end a completion, which includes them.
+        stop: Texts that end a completion, with the token that completes one of them.
     """
 
     max_new_tokens: int
@@ -35,10 +44,18 @@ class SamplingParams:
 class Request:
     """Request for one completion of one prompt.
 
-    The draw at position t depends on (seed, prompt_index, sample_index, t) alone: not on the batch, the mesh or the
-    order of the requests. Requests with equal prompts share the work of reading the prompt. routed: whether the
-    completion is to say which experts tokens went to. images: those of the prompt's tokens, as a batch of one row
-    [1, S], on the host; None for a text. image_prompt: the same prompt for an engine that sends the images elsewhere.
+    The token at position t depends only on the model and (seed, prompt_index, sample_index, t). The other requests,
+    their order and the mesh play no part. Requests with equal prompts share the computation of the prompt.
+
+    Attributes:
+        prompt: Token ids.
+        sampling: Settings of sampling.
+        seed: Seed of the random numbers.
+        prompt_index: Number of the prompt.
+        sample_index: Number of the sample, among those of the prompt.
+        routed: Whether the completion should include the experts to which its tokens were routed.
+        images: Images of the prompt, as a batch of one row [1, S], on the host. None for text.
+        image_prompt: The same prompt for an engine that sends images to a server.
     """
 
     prompt: Sequence[int]
@@ -53,13 +70,16 @@ class Request:
 
 @dataclass(frozen=True)
 class Completion:
-    """Tokens that were drawn, the stop token among them, and each one's log-probability where it was drawn.
+    """The sampled tokens of a request.
 
-    logprobs: of the distribution sampled from; at temperature 0 the log-softmax of the plain logits.
-    finish: "stop" by a stop token or text, "length" by max_new_tokens.
-    version: how many updates the weights had seen, where the engine knows; the oldest of the completion's tokens.
-    routed: the experts that the tokens of prompt and completion went to, [tokens, layers, k] int16 on the host; -1
-    where nobody says, as of the last one, which no forward has read; None where the engine was not asked.
+    Attributes:
+        ids: Token ids, including the stop token.
+        logprobs: Log-probability of each token in the distribution from which it was sampled. At temperature 0, that of
+            the log-softmax of the unchanged logits.
+        finish: "stop" if a stop token or text ended the completion, "length" if `max_new_tokens` did.
+        version: The number of optimizer steps of the weights that sampled the oldest token. None if unknown.
+        routed: Experts of each token of prompt and completion, int16 [tokens, layers, k], on the host. -1 where they
+            are unknown, such as for the last token, which no forward has read. None if not requested.
     """
 
     ids: list[int] = field(default_factory=list)
@@ -70,19 +90,30 @@ class Completion:
 
 
 class RolloutEngine(Protocol):
-    """Engine that draws completions with the present weights, of which `version` is the number of optimizer steps.
-    is_remote: whether servers draw them, who take a request's images as `image_prompt`, not decoded, and may draw ahead
-    of time."""
+    """Engine that samples completions with the policy's present weights.
+
+    Attributes:
+        is_remote: Whether servers sample. They need a request's images as `image_prompt`, and may sample requests ahead
+            of time (`prefetch`).
+    """
 
     is_remote: bool = False
 
     def generate(
         self, requests: Sequence[Request], should_stop: ShouldStop | None = None, *, version: int = 0
     ) -> list[Completion]:
-        """Return the completions of `requests`, in order. Collective: every rank passes all requests and gets all
-        completions, or Interrupted where a rank's `should_stop` says yes meanwhile."""
+        """Return the completions of `requests`, in order, on every rank. Every rank must pass all requests.
+
+        Args:
+            requests: The requests.
+            should_stop: Called on each rank while it waits.
+            version: The number of optimizer steps of the present weights.
+
+        Raises:
+            Interrupted: On every rank, if `should_stop` returned True on any.
+        """
         ...
 
     def prefetch(self, requests: Sequence[Request], version: int) -> None:
-        """Take the requests that come next, where the engine `is_remote`."""
+        """Start sampling the requests of the next rollout, if the engine is remote."""
         return None

@@ -1,5 +1,7 @@
-"""Distillation: the student learns the teacher's distribution at every trained token, not its label; those of the
-data, or of completions that it draws itself."""
+"""Distillation: the student learns the teacher's distribution at every trained token instead of the token's label.
+
+The tokens are those of the data, or of completions that the student samples itself (`rl.on_policy`).
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -59,14 +61,19 @@ class Distill:
 
 
 class DistillMethod(Method):
-    """loss = T² · Σ KL ÷ trained tokens, both over the whole global batch, the KL between the softmaxes of
-    logits ÷ T of teacher and student.
+    """Distillation from a teacher of the same vocabulary.
 
-    The factor T² = temperature² keeps the gradient's size, which falls as 1/T², whatever the temperature (Hinton et
-    al., arXiv:1503.02531, section 2). The KL's direction is the recipe's: forward KL(teacher || student), reverse
-    KL(student || teacher) (Gu et al., arXiv:2306.08543), a mix of both, or each one's KL to their mixture (`jsd`).
+    loss = T² · Σ KL ÷ trained tokens, both over the global batch. The KL compares the softmaxes of logits ÷ T of
+    teacher and student, where T is `distill.temperature`. The gradient of the KL falls as 1/T², so the factor T² keeps
+    its size whatever the temperature (Hinton et al., arXiv:1503.02531, section 2).
+
+    `distill.kl` chooses the divergence: forward KL(teacher || student), reverse KL(student || teacher) (Gu et al.,
+    arXiv:2306.08543), a weighted sum of both, or the generalised Jensen-Shannon divergence.
 
     The teacher's forward runs inside the student's, micro-batch by micro-batch, with the same rows and the same mesh.
+
+    Attributes:
+        teacher: The teacher, after `attach_models`.
     """
 
     Section = Distill
@@ -87,12 +94,14 @@ class DistillMethod(Method):
 
     def problems(self) -> list[Problem]:
         """Refuse keys that are read only if the student samples."""
-        section, default = self.section, Distill()
-        named = [key for key in ("student_share", "prompts_per_step") if getattr(section, key) != getattr(default, key)]
-        drawn = (f"sampling.{key.name}" for key in fields(Sampling))
-        named += [key for key in drawn if attrgetter(key)(section) != attrgetter(key)(default)]
+        keys = ["student_share", "prompts_per_step"]
+        keys += [f"sampling.{key.name}" for key in fields(Sampling)]
+        default = Distill()
         errors = []
-        for key in named:
+        for key in keys:
+            get = attrgetter(key)
+            if get(self.section) == get(default):
+                continue
             text = (
                 f"distill.{key} is about sampling from the student, and distill.samples=data trains on the data's own "
                 "completions"
@@ -117,6 +126,7 @@ class DistillMethod(Method):
         return errors
 
     def other_models(self) -> list[tuple[str, str]]:
+        """Return the teacher."""
         return [("distill.teacher", self.section.teacher)] if self.section.teacher else []
 
     def check_state(self, state: Mapping[str, Any], changed: Sequence[str] = ()) -> None:
@@ -142,42 +152,60 @@ class DistillMethod(Method):
 
     @property
     def _beta(self) -> float | None:
-        """The teacher's share of the mixture; None without one."""
+        """The teacher's share of the mixture in a Jensen-Shannon divergence. None for a KL."""
         section = self.section
         return section.jsd_beta if section.kl == "jsd" and 0 < section.jsd_beta < 1 else None
 
     @property
     def _options(self) -> dict[str, Any]:
+        """Keyword arguments of the divergence's functions."""
         section = self.section
-        ends = 1.0 - section.jsd_beta  # a mixture that is one of the two: the KL to the other, as TRL has it
-        shares = {"forward": 1.0, "reverse": 0.0, "mixed": section.mixed_kl_weight, "jsd": ends}
-        return {"forward_share": shares[section.kl], "jsd_beta": self._beta, "temperature": section.temperature}
+        forward_shares = {
+            "forward": 1.0,
+            "reverse": 0.0,
+            "mixed": section.mixed_kl_weight,
+            # Read only for beta = 0 or 1, where the mixture is one of the two distributions. As in TRL, the divergence
+            # is then the forward KL (beta = 0) or the reverse KL (beta = 1).
+            "jsd": 1.0 - section.jsd_beta,
+        }
+        return {
+            "forward_share": forward_shares[section.kl],
+            "jsd_beta": self._beta,
+            "temperature": section.temperature,
+        }
 
     def loss(
         self, source: LogprobSource, batch: Batch, global_seqs: Tensor, global_tokens: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Scalars: the share of the loss, and the sums of the KL and of the trained tokens."""
+        """Compute the loss of a micro-batch.
+
+        Returns:
+            This micro-batch's part of the loss. And scalars: "kl", the sum of the divergence, "trained", the number of
+            trained tokens, and those of `divergences`.
+        """
         index = batch["label_index"]
         if self.section.top_k is None:
-            total, measured = self._whole(source, index)
+            total, measured = self._full_kl(source, index)
         else:
-            total, measured = self._topk(source, index, self.section.top_k)
+            total, measured = self._topk_kl(source, index, self.section.top_k)
         measured["kl"] = total.detach()
         measured["trained"] = torch.full((), len(index), device=total.device)
         return total * self.section.temperature**2 / global_tokens, measured
 
-    def _whole(self, source: LogprobSource, index: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def _full_kl(self, source: LogprobSource, index: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the divergence over the full vocabulary, summed over the tokens `index`, and its two directions."""
         student, shard, options = source.head_input, source.shard, self._options
         total, forward, reverse = self.teacher.run_at_head(
             source.inputs, lambda teacher: kl_sum_from_hidden_states(student, teacher, index, shard=shard, **options)
         )
         return total, {"forward_kl": forward, "reverse_kl": reverse}
 
-    def _topk(self, source: LogprobSource, index: Tensor, k: int) -> tuple[Tensor, dict[str, Tensor]]:
+    def _topk_kl(self, source: LogprobSource, index: Tensor, k: int) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the divergence over the teacher's top k, summed over tokens, and the student's mass in it."""
         logits, ids = self.teacher.run_at_head(
             source.inputs, lambda teacher: topk_logits_from_hidden_states(teacher, k, index, shard=source.shard)
         )
-        total, inside = topk_kl_sum_from_hidden_states(
+        total, mass = topk_kl_sum_from_hidden_states(
             source.head_input,
             logits,
             ids,
@@ -186,20 +214,24 @@ class DistillMethod(Method):
             shard=source.shard,
             **self._options,
         )
-        return total, {"topk_mass": inside}
+        return total, {"topk_mass": mass}
 
-    def train_metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
-        return self.divergences(sums)
+    def train_metrics(self, totals: Mapping[str, float]) -> dict[str, float]:
+        return self.divergences(totals)
 
-    def divergences(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """Means over the trained tokens at the recipe's temperature: the KL in each direction, or the probability that
-        the student gives to the teacher's top k."""
-        return {
-            name: sums[name] / max(sums["trained"], 1)
-            for name in ("forward_kl", "reverse_kl", "topk_mass")
-            if name in sums
-        }
+    def divergences(self, totals: Mapping[str, float]) -> dict[str, float]:
+        """Return means over the trained tokens, at the recipe's temperature.
 
-    def val_metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
-        val_loss = self.section.temperature**2 * sums["kl"] / max(sums["trained"], 1)
-        return {"val_loss": val_loss, **{f"val_{name}": value for name, value in self.divergences(sums).items()}}
+        These are the KL in each direction, or with `top_k` the student's probability of the teacher's top k.
+        """
+        metrics = {}
+        for name in ("forward_kl", "reverse_kl", "topk_mass"):
+            if name in totals:
+                metrics[name] = totals[name] / max(totals["trained"], 1)
+        return metrics
+
+    def val_metrics(self, totals: Mapping[str, float]) -> dict[str, float]:
+        metrics = {"val_loss": self.section.temperature**2 * totals["kl"] / max(totals["trained"], 1)}
+        for name, value in self.divergences(totals).items():
+            metrics[f"val_{name}"] = value
+        return metrics

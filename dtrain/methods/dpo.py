@@ -1,12 +1,21 @@
-"""Preference tuning: pairs of a chosen and a rejected completion, against a reference or without one.
+"""Preference tuning (DPO and related losses) on pairs of a chosen and a rejected completion.
 
-The loss of a pair is a function of the summed log-probabilities of its two completions (`losses.preference`); its mean
-is over the pairs of the global batch, whatever the micro-batches and the mesh. In a batch the documents of a pair are
-neighbours, the chosen one first: two rows, or two documents of a packed row.
+The loss of a pair is a function of the summed log-probabilities of its two completions, under the policy and in most
+losses under a reference (`losses.preference`). The mean is over all pairs of the global batch, whatever the
+micro-batches and the mesh. In a batch, the two documents of a pair are neighbours, the chosen one first: two rows, or
+two documents of a packed row.
 
-With `dpo.precompute` the reference's sums for every pair of a set are computed once before the first step and
-stored next to the data's cache. The table is float64 [pairs, 2]: Σ weight · log p of the chosen and of the rejected
-completion. The name of its file depends on the reference's weights, the dtype and the weights of tokens.
+Most losses look at one pair at a time, so micro-batches compute them one after another. Some compare the pairs of the
+batch with each other. Their gradient is computed in two passes (`DpoMethod._prepare_whole_batch`):
+
+    1. A forward without gradient computes the log-probability totals x of all documents in the global batch. From
+       these follow the loss L(x) and its derivative by each total, s = dL/dx.
+    2. Each micro-batch's loss is Σ s · x with s as constants. Its gradient is Σ s · dx/dθ, which is exactly that of L,
+       because the weights θ do not change within a step.
+
+With `dpo.precompute`, the reference scores every pair of a set once before the first step. The result is a table,
+float64 [pairs, 2], with Σ weight · log p of the chosen and of the rejected completion. It is stored next to the data's
+cache, and its file name depends on the reference's weights, the dtype and the weights of tokens.
 """
 
 import hashlib
@@ -50,7 +59,8 @@ from dtrain.policy.batching import all_reduce, gather_rows
 from dtrain.policy.score import LogprobSource, Loss
 from dtrain.recipe import spelling
 
-PAIRS_PER_BATCH = 1024  # pairs of a set that are scored at once for `dpo.precompute`
+# Pairs that the reference scores in one batch for `dpo.precompute`.
+PAIRS_PER_BATCH = 1024
 
 FIELDS = ("rewards_chosen", "rewards_rejected", "rewards_margin", "accuracy", "pair_weight")
 
@@ -91,17 +101,28 @@ class Dpo:
 
     @property
     def losses(self) -> list[str]:
+        """The names in `loss`, as a list."""
         return [self.loss] if isinstance(self.loss, str) else list(self.loss)
 
 
 class PairTotals(NamedTuple):
-    """Sums over the labelled tokens of pairs, [pairs] each.
+    """Totals over the labelled tokens of pairs, [pairs] each.
 
-    chosen, rejected, ref_chosen, ref_rejected: Σ weight · log p under the policy and the reference (0 without one);
-    chosen_lengths, rejected_lengths: tokens; plain_chosen: Σ log p without weights. pair_weights: WPO's, constants:
-    min(1, w(chosen)·w(rejected)), w = exp(mean over the tokens of log p − log Σ p²) under the policy (Zhou et al.,
-    arXiv:2406.11827, equation 2 and section 3.2); None without. TRL 1.16 leaves the product unbounded; earlier ones had
-    this bound.
+    Example: pair 0 of a batch whose chosen completion has two tokens with log p = -1 and -2, and whose rejected one has
+    one token with log p = -4, and weights of 1: chosen[0] = -3, rejected[0] = -4, chosen_lengths[0] = 2,
+    rejected_lengths[0] = 1.
+
+    Attributes:
+        chosen: Σ weight · log p of the chosen completion under the policy.
+        rejected: The same of the rejected completion.
+        ref_chosen: Σ weight · log p of the chosen completion under the reference. 0 without a reference.
+        ref_rejected: The same of the rejected completion.
+        chosen_lengths: Labelled tokens of the chosen completion.
+        rejected_lengths: Labelled tokens of the rejected completion.
+        chosen_logps: Σ log p of the chosen completion under the policy, without weights.
+        pair_weights: WPO's weights, constants: min(1, w(chosen) · w(rejected)) with
+            w = exp(mean over the tokens of log p − log Σ p²) under the policy (Zhou et al., arXiv:2406.11827, equation
+            2 and section 3.2). TRL 1.16 does not limit the product to 1; earlier versions did. None without WPO.
     """
 
     chosen: Tensor
@@ -110,91 +131,149 @@ class PairTotals(NamedTuple):
     ref_rejected: Tensor
     chosen_lengths: Tensor
     rejected_lengths: Tensor
-    plain_chosen: Tensor
+    chosen_logps: Tensor
     pair_weights: Tensor | None = None
 
     @staticmethod
     def streams(batch: Batch, logprobs: Tensor, log_p2: Tensor | None = None) -> Tensor:
-        """logprobs [B, S] of a batch's labels, and for WPO's weights log Σ p² -> the streams [4 or 5, B, S] whose sums
-        by document `of` takes."""
-        weights = batch["token_weights"].to(logprobs) if "token_weights" in batch else torch.ones_like(logprobs)
-        reference = batch["reference_logprobs"].to(logprobs) if "reference_logprobs" in batch else None
-        aligned = [] if log_p2 is None else [(logprobs - log_p2).detach()]
-        return torch.stack(
-            [
-                logprobs * weights,
-                torch.zeros_like(logprobs) if reference is None else reference * weights,
-                (batch["labels"] != IGNORE_INDEX).to(logprobs),
-                logprobs,
-                *aligned,
-            ]
-        )
+        """Return the streams whose totals by document `of` reads.
+
+        Args:
+            batch: The batch. Without `token_weights`, every weight is 1. Without `reference_logprobs`, they are 0.
+            logprobs: log p of the labels under the policy, [B, S].
+            log_p2: log Σ p² at each label, for WPO, [B, S].
+
+        Returns:
+            [4, B, S], or [5, B, S] with `log_p2`.
+        """
+        weights = torch.ones_like(logprobs)
+        if "token_weights" in batch:
+            weights = batch["token_weights"].to(logprobs)
+        weighted_reference = torch.zeros_like(logprobs)
+        if "reference_logprobs" in batch:
+            weighted_reference = batch["reference_logprobs"].to(logprobs) * weights
+        is_labelled = (batch["labels"] != IGNORE_INDEX).to(logprobs)
+        streams = [logprobs * weights, weighted_reference, is_labelled, logprobs]
+        if log_p2 is not None:
+            streams.append((logprobs - log_p2).detach())
+        return torch.stack(streams)
 
     @classmethod
-    def of(cls, sums: Tensor) -> "PairTotals":
-        """sums [4 or 5, documents], a pair's two next to each other."""
-        by_pair = sums.unflatten(1, (-1, 2)).transpose(1, 2)
-        (chosen, rejected), (ref_chosen, ref_rejected), lengths, plain, *aligned = by_pair
-        weights = (aligned[0] / lengths.clamp(min=1)).sum(0).clamp(max=0).exp().detach() if aligned else None
-        return cls(chosen, rejected, ref_chosen, ref_rejected, lengths[0], lengths[1], plain[0], weights)
+    def of(cls, totals: Tensor) -> "PairTotals":
+        """Return the totals of pairs.
+
+        Args:
+            totals: Totals of `streams` by document, [4 or 5, documents]. The chosen and the rejected document of a pair
+                are next to each other.
+        """
+        by_pair = totals.unflatten(1, (-1, 2)).transpose(1, 2)  # [4 or 5, 2, pairs]
+        policy, reference, lengths, unweighted = by_pair[:4]
+        pair_weights = None
+        if len(by_pair) > 4:
+            mean_alignment = by_pair[4] / lengths.clamp(min=1)  # [2, pairs]
+            pair_weights = mean_alignment.sum(0).clamp(max=0).exp().detach()
+        return cls(
+            chosen=policy[0],
+            rejected=policy[1],
+            ref_chosen=reference[0],
+            ref_rejected=reference[1],
+            chosen_lengths=lengths[0],
+            rejected_lengths=lengths[1],
+            chosen_logps=unweighted[0],
+            pair_weights=pair_weights,
+        )
+
+
+class LossesWithSlopes(NamedTuple):
+    """Losses of all pairs of a global batch, with derivatives.
+
+    Attributes:
+        losses: [pairs].
+        slopes: Derivatives of the mean loss by Σ weight · log p of each document: chosen and rejected in turn,
+            [2 · pairs].
+    """
+
+    losses: Tensor
+    slopes: Tensor
 
 
 class Objective:
-    """The recipe's losses and weights. `whole_batch`: a pair's loss depends on the other pairs of the batch."""
+    """The losses of a recipe with their weights.
+
+    Attributes:
+        beta: Strength of the pull towards the reference.
+        sft_weight: Weight of the chosen completions' negative log-likelihood.
+        whole_batch: Whether the loss of a pair depends on the other pairs of the batch.
+    """
 
     def __init__(self, section: Dpo):
         names = section.losses
         weights = section.loss_weights or [1.0] * len(names)
-        by_name = list(zip(names, weights, strict=True))
         self.beta = section.beta
-        self.sft_weight = section.sft_weight + sum(weight for name, weight in by_name if name == SFT)
-        self._names = [name for name in names if name != SFT]
+        self._names: list[str] = []
+        pair_loss_weights: list[float] = []
+        sft_weight: float = 0
+        # "sft" is a loss of tokens, so it is computed next to the losses of pairs.
+        for name, weight in zip(names, weights, strict=True):
+            if name == SFT:
+                sft_weight += weight
+            else:
+                self._names.append(name)
+                pair_loss_weights.append(weight)
+        self.sft_weight = section.sft_weight + sft_weight
         self._options: dict[str, Any] = {
             "beta": section.beta,
-            "loss_weights": [weight for name, weight in by_name if name != SFT],
+            "loss_weights": pair_loss_weights,
             "label_smoothing": section.label_smoothing,
             "f_divergence": section.f_divergence,
             **section.kwargs,
         }
         self.whole_batch = bool(over_the_batch(self._names, section.kwargs))
 
-    def losses(self, sums: PairTotals) -> Tensor:
-        """[pairs], the weighted sum of the named losses times the pair's weight, without the SFT term."""
+    def losses(self, totals: PairTotals) -> Tensor:
+        """Return the weighted sum of the losses times the weight of each pair, [pairs], without the SFT term."""
         if not self._names:
-            return torch.zeros_like(sums.chosen)
-        losses = combined_preference_loss(self._names, *sums[:4], **self._named(sums))
-        return losses if sums.pair_weights is None else losses * sums.pair_weights
+            return torch.zeros_like(totals.chosen)
+        losses = combined_preference_loss(self._names, *totals[:4], **self._keywords(totals))
+        return losses if totals.pair_weights is None else losses * totals.pair_weights
 
-    def slopes(self, sums: PairTotals) -> tuple[Tensor, Tensor]:
-        """The losses [pairs], and their mean's derivative by the sums of chosen and rejected in turn, [2 · pairs]."""
-        weights = preference_weights(self._names, *sums[:4], **self._named(sums))
-        return weights.losses, torch.stack([weights.chosen, weights.rejected], 1).flatten()
+    def losses_with_slopes(self, totals: PairTotals) -> LossesWithSlopes:
+        """Return the losses with the derivatives of their mean by each log-probability total."""
+        weights = preference_weights(self._names, *totals[:4], **self._keywords(totals))
+        return LossesWithSlopes(weights.losses, torch.stack([weights.chosen, weights.rejected], 1).flatten())
 
-    def _named(self, sums: PairTotals) -> dict[str, Any]:
-        lengths = {"chosen_lengths": sums.chosen_lengths, "rejected_lengths": sums.rejected_lengths}
+    def _keywords(self, totals: PairTotals) -> dict[str, Any]:
+        lengths = {"chosen_lengths": totals.chosen_lengths, "rejected_lengths": totals.rejected_lengths}
         return lengths | self._options
 
-    def measure(self, sums: PairTotals, losses: Tensor) -> dict[str, Tensor]:
-        """Sums over the pairs, scalars, from which the metrics are made; losses [pairs]."""
-        rewards = preference_rewards(*sums[:4], beta=self.beta)
-        return {
+    def measure(self, totals: PairTotals, losses: Tensor) -> dict[str, Tensor]:
+        """Return scalars, added up over the pairs, from which the metrics are computed.
+
+        Args:
+            totals: Totals of the pairs.
+            losses: Their losses, [pairs].
+        """
+        rewards = preference_rewards(*totals[:4], beta=self.beta)
+        measured = {
             "pairs": torch.full((), len(losses), device=losses.device),
             "loss": losses.sum(),
             "rewards_chosen": rewards.chosen.sum(),
             "rewards_rejected": rewards.rejected.sum(),
             "rewards_margin": rewards.margin.sum(),
             "accuracy": rewards.accuracy.sum(),
-            "chosen_nll": -sums.plain_chosen.sum(),
-            "chosen_tokens": sums.chosen_lengths.sum(),
-            **({} if sums.pair_weights is None else {"pair_weight": sums.pair_weights.sum()}),
+            "chosen_nll": -totals.chosen_logps.sum(),
+            "chosen_tokens": totals.chosen_lengths.sum(),
         }
+        if totals.pair_weights is not None:
+            measured["pair_weight"] = totals.pair_weights.sum()
+        return measured
 
 
 class DpoMethod(MethodWithReference):
     """Direct preference optimisation (Rafailov et al., arXiv:2305.18290) and its relatives.
 
-    loss = Σ over pairs of the objective ÷ pairs + sft_weight · Σ −log p over the chosen completions' tokens ÷ their
-    count, each over the global batch.
+    loss = mean of the objective over pairs + sft_weight · mean of −log p over the chosen completions' tokens,
+    both over the global batch.
     """
 
     Section = Dpo
@@ -206,6 +285,7 @@ class DpoMethod(MethodWithReference):
     curves = MappingProxyType({**MethodWithReference.curves, "accuracy": "accuracy"})
     adapter_learning_rates = (5e-6, "1e-5")  # full tuning takes 5e-7 to 1e-6
 
+    # Tables of `dpo.precompute`, by split.
     _tables: Mapping[str, Tensor] = MappingProxyType({})
 
     def image_problems(self) -> list[Problem]:
@@ -213,6 +293,7 @@ class DpoMethod(MethodWithReference):
 
     @cached_property
     def objective(self) -> Objective:
+        """The losses with their weights."""
         return Objective(self.section)
 
     def problems(self) -> list[Problem]:
@@ -228,8 +309,12 @@ class DpoMethod(MethodWithReference):
             options=section.kwargs,
         )
         names = section.losses
-        if section.use_weighting and (across := over_the_batch(names, section.kwargs)):
-            text = f"dpo.use_weighting=true weighs each pair, and dpo.loss={across[0]} compares pairs with one another"
+        batch_losses = over_the_batch(names, section.kwargs)
+        if section.use_weighting and batch_losses:
+            text = (
+                f"dpo.use_weighting=true weighs each pair, and dpo.loss={batch_losses[0]} compares pairs with one "
+                "another"
+            )
             errors.append(Problem("dpo.use_weighting", text, "Set dpo.use_weighting=false, or another loss"))
         if section.use_weighting and set(names) == {SFT}:
             text = "dpo.use_weighting=true weighs losses that compare two completions, and dpo.loss=sft does not"
@@ -238,8 +323,13 @@ class DpoMethod(MethodWithReference):
             text = "dpo.sync_every moves the reference, so dpo.precompute cannot score with it once"
             errors.append(Problem("dpo.precompute", text, "Set dpo.sync_every=null or dpo.precompute=false"))
         errors += self.base_problems() + self.loss_on_problems()
-        for key, value in (("sync_every", section.sync_every), ("precompute", section.precompute or None)):
-            if value is not None and not has_reference:
+        if not has_reference:
+            needing: dict[str, Any] = {}
+            if section.sync_every is not None:
+                needing["sync_every"] = section.sync_every
+            if section.precompute:
+                needing["precompute"] = section.precompute
+            for key, value in needing.items():
                 text = f"dpo.{key}={format_value(value)} needs a reference, and dpo.reference is none"
                 errors.append(Problem(f"dpo.{key}", text, "Set dpo.reference=start"))
         return errors
@@ -252,15 +342,15 @@ class DpoMethod(MethodWithReference):
         return None
 
     def needs_reference(self) -> bool:
-        """Return False also where every loss of the list goes without."""
-        reads = any(LOSSES[name].needs_reference for name in self.section.losses if name in LOSSES)
-        return reads and self.section.reference not in (None, "none")
+        """Check whether a loss of the list compares with a reference, and there is one."""
+        is_read = any(LOSSES[name].needs_reference for name in self.section.losses if name in LOSSES)
+        return is_read and self.section.reference not in (None, "none")
 
     def keeps_reference_weights(self) -> bool:
         return self.needs_reference() and not self.section.precompute
 
     def begin(self, policy: Policy, splits: Mapping[str, Rows], run: RunContext) -> None:
-        """Build the reference; with `dpo.precompute` only what it says of the data."""
+        """Build the reference, or with `dpo.precompute` the tables of its scores, after which it is dropped."""
         if not self.needs_reference():
             return
         if not self.section.precompute:
@@ -273,15 +363,19 @@ class DpoMethod(MethodWithReference):
         policy.reference = None
 
     def batch(self, rows: GlobalBatch, split: str = "train") -> Batch:
+        """Return the batch, with the reference's scores if there is a table of them."""
         batch = super().batch(rows)
         if split in self._tables:
-            sums = self._tables[split][torch.tensor(rows.samples, dtype=torch.int64)]  # [pairs, 2]
-            batch["reference_logprobs"] = at_first_labels(batch, sums.flatten())
+            scores = self._tables[split][torch.tensor(rows.samples, dtype=torch.int64)]  # [pairs, 2]
+            batch["reference_logprobs"] = at_first_labels(batch, scores.flatten())
         return batch
 
     def prepare(self, policy: Policy, batch: Batch) -> tuple[Batch, Loss]:
-        """Run one forward of the reference, where there is one. Where a pair's loss depends on the other pairs of the
-        global batch, also one of the policy, so that each pair's part in the gradient is known before the backward.
+        """Compute the reference's log-probabilities and, for losses over the batch, those of the policy.
+
+        Collectives:
+            Those of one forward of the reference, and for losses over the batch one of the policy and a gather over dp.
+            With an SFT term one all-reduce over dp.
         """
         batch = dict(batch)
         if self.section.ld_alpha is not None:
@@ -290,12 +384,12 @@ class DpoMethod(MethodWithReference):
         if policy.reference is not None:
             with policy.use_reference_model():
                 batch["reference_logprobs"] = policy.logprobs(batch, self.micro_rows)
-        chosen_tokens = torch.ones((), dtype=torch.int64)  # not read without an SFT term, nor counted
+        chosen_tokens = torch.ones((), dtype=torch.int64)  # not read without an SFT term, so not counted
         if self.objective.sft_weight:
-            chosen_tokens = all_reduce(_labels_of_chosen(batch).sum(), policy.mesh.dp).clamp(min=1)
+            chosen_tokens = all_reduce(_chosen_labels(batch).sum(), policy.mesh.dp).clamp(min=1)
         if not self.objective.whole_batch:
             return batch, partial(self.loss, chosen_tokens=chosen_tokens.to(policy.device, non_blocking=True))
-        return self._weighted(policy, batch, chosen_tokens)
+        return self._prepare_whole_batch(policy, batch, chosen_tokens)
 
     def loss(
         self,
@@ -306,31 +400,46 @@ class DpoMethod(MethodWithReference):
         *,
         chosen_tokens: Tensor | int = 1,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Scalars: the share of the loss, and the sums of `Objective.measure`."""
+        """Compute the loss of a micro-batch, for losses that look at one pair at a time.
+
+        Args:
+            source: Log-probabilities of the micro-batch.
+            batch: The micro-batch.
+            global_seqs: Completions in the global batch, two per pair.
+            global_tokens: Not used.
+            chosen_tokens: Labels of chosen completions in the global batch.
+
+        Returns:
+            This micro-batch's part of the loss, and the scalars of `Objective.measure`.
+        """
         scores = source.logprobs(log_p2=self.section.use_weighting)  # [B, S/cp]
-        sums = PairTotals.of(source.sum_by_document(PairTotals.streams(batch, scores.logprobs, scores.log_p2)))
-        losses = self.objective.losses(sums)  # [pairs]
+        streams = PairTotals.streams(batch, scores.logprobs, scores.log_p2)
+        totals = PairTotals.of(source.sum_by_document(streams))
+        losses = self.objective.losses(totals)  # [pairs]
         total = losses.sum() * 2 / global_seqs
         if self.objective.sft_weight:
-            total = total - self.objective.sft_weight * sums.plain_chosen.sum() / chosen_tokens
-        measured = self.objective.measure(sums, losses)
+            total = total - self.objective.sft_weight * totals.chosen_logps.sum() / chosen_tokens
+        measured = self.objective.measure(totals, losses)
         return source.count_once(total), {name: source.count_once(value.detach()) for name, value in measured.items()}
 
-    def _weighted(self, policy: Policy, batch: Batch, chosen_tokens: Tensor) -> tuple[Batch, Loss]:
-        """The gradient as a weighted sum of log-probabilities, the weights being the derivative of the global batch's
-        loss by them; exact, for the weights stay what they are within a step."""
+    def _prepare_whole_batch(self, policy: Policy, batch: Batch, chosen_tokens: Tensor) -> tuple[Batch, Loss]:
+        """Return the batch and the loss of the second pass, for losses that compare pairs (see the module)."""
+        # First pass: totals of all documents in the global batch, and the derivatives of the loss by these.
         logprobs = policy.logprobs(batch, self.micro_rows)
         streams = PairTotals.streams(batch, logprobs)  # [4, n, S]
         count, ids = num_documents(batch), document_ids(batch)
-        local = sum_by_document(streams, ids, count)
-        gathered, first = gather_rows(local.t(), policy.mesh.dp)  # [documents of all ranks, 4]
-        sums = PairTotals.of(gathered.t())
-        losses, slopes = self.objective.slopes(sums)  # [pairs], [2 · pairs]
-        total = losses.sum() / max(len(losses), 1) - self.objective.sft_weight * sums.plain_chosen.sum() / chosen_tokens
-        mine = torch.cat([slopes.new_zeros(1), slopes[first : first + count]])
-        weights = batch.get("token_weights", 1.0) * mine[ids + 1]
-        sft = self.objective.sft_weight * _labels_of_chosen(batch) / chosen_tokens
-        measured = self.objective.measure(sums, losses)
+        local_totals = sum_by_document(streams, ids, count)
+        gathered, first = gather_rows(local_totals.t(), policy.mesh.dp)  # [documents of all ranks, 4]
+        totals = PairTotals.of(gathered.t())
+        losses, slopes = self.objective.losses_with_slopes(totals)  # [pairs], [2 · pairs]
+        mean_loss = losses.sum() / max(len(losses), 1)
+        total = mean_loss - self.objective.sft_weight * totals.chosen_logps.sum() / chosen_tokens
+
+        # Weights of this rank's tokens in the second pass. Padding has the document id -1, and a slope of 0.
+        local_slopes = torch.cat([slopes.new_zeros(1), slopes[first : first + count]])
+        weights = batch.get("token_weights", 1.0) * local_slopes[ids + 1]
+        sft_weights = self.objective.sft_weight * _chosen_labels(batch) / chosen_tokens
+        measured = self.objective.measure(totals, losses)
 
         def loss(source: LogprobSource, batch: Batch, global_seqs: Tensor, global_tokens: Tensor):
             weighted = source.weighted_sum(batch["token_weights"])
@@ -339,28 +448,31 @@ class DpoMethod(MethodWithReference):
             part = source.num_documents / global_seqs.double()
             value = source.count_once(total.to(part.device, non_blocking=True) * part)
             parts = {}
-            for name, whole in measured.items():
-                parts[name] = source.count_once(whole.to(part.device, non_blocking=True) * part)
+            for name, global_value in measured.items():
+                parts[name] = source.count_once(global_value.to(part.device, non_blocking=True) * part)
+            # Only the gradient of the weighted sum counts, not its value.
             return value + (weighted - weighted.detach()), parts
 
-        return {**batch, "token_weights": weights - sft}, loss
+        return {**batch, "token_weights": weights - sft_weights}, loss
 
-    def train_metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
-        return {name: sums[name] / max(sums["pairs"], 1) for name in FIELDS if name in sums}
+    def train_metrics(self, totals: Mapping[str, float]) -> dict[str, float]:
+        """Return the means of `FIELDS` over pairs."""
+        return {name: totals[name] / max(totals["pairs"], 1) for name in FIELDS if name in totals}
 
-    def val_metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
-        sft = self.objective.sft_weight * sums["chosen_nll"] / max(sums["chosen_tokens"], 1)
-        val_loss = sums["loss"] / max(sums["pairs"], 1) + sft
-        return {"val_loss": val_loss, **{f"val_{name}": value for name, value in self.train_metrics(sums).items()}}
+    def val_metrics(self, totals: Mapping[str, float]) -> dict[str, float]:
+        sft = self.objective.sft_weight * totals["chosen_nll"] / max(totals["chosen_tokens"], 1)
+        metrics = {"val_loss": totals["loss"] / max(totals["pairs"], 1) + sft}
+        for name, value in self.train_metrics(totals).items():
+            metrics[f"val_{name}"] = value
+        return metrics
 
 
-def _labels_of_chosen(batch: Batch) -> Tensor:
-    """[n, S]: where the labels of chosen completions are."""
-    return (
-        (batch["labels"] != IGNORE_INDEX) & (document_ids(batch) % 2 == 0)
-        if num_rows(batch)
-        else batch["labels"] != IGNORE_INDEX
-    )
+def _chosen_labels(batch: Batch) -> Tensor:
+    """Return a mask [n, S] of the labels of chosen completions, which are the documents with even ids."""
+    is_label = batch["labels"] != IGNORE_INDEX
+    if not num_rows(batch):
+        return is_label
+    return is_label & (document_ids(batch) % 2 == 0)
 
 
 def loss_problems(
@@ -424,30 +536,33 @@ def reference_table(
     name = f"reference-{digest([*depends_on, ld_alpha])[:16]}.bin"
     file = rows.samples.directory / name
     shape = (len(rows.samples), 2)
-    kept = _read_table(file, 16 * shape[0])
-    everywhere = all(Ranks().gather_results(lambda: kept is not None))
-    if kept is not None and everywhere:
-        return torch.frombuffer(kept, dtype=torch.float64).view(shape)
+    stored = _read_table(file, 16 * shape[0])
+    # All ranks must take the same branch, because computing the table is collective.
+    every_rank_has_it = all(Ranks().gather_results(lambda: stored is not None))
+    if stored is not None and every_rank_has_it:
+        return torch.frombuffer(stored, dtype=torch.float64).view(shape)
     if policy.reference is None:
         method.build_reference(policy)
     table = torch.zeros(shape, dtype=torch.float64)
     with policy.use_reference_model():
         for start in range(0, shape[0], PAIRS_PER_BATCH):
-            _score_pairs(method, policy, rows, range(start, min(start + PAIRS_PER_BATCH, shape[0])), table, ld_alpha)
+            samples = range(start, min(start + PAIRS_PER_BATCH, shape[0]))
+            _score_pairs(method, policy, rows, samples, table, ld_alpha)
     all_reduce(table, policy.mesh.dp)  # each pair was scored by one rank
     if policy.rank == 0:
-        partial = file.with_suffix(f".{secrets.token_hex(8)}.part")  # another run may be at the same table
+        # Another run may write the same table at the same time, and a reader must never see a part of one.
+        partial_file = file.with_suffix(f".{secrets.token_hex(8)}.part")
         content = table.numpy().tobytes()
-        with partial.open("wb") as written:
-            written.write(content + hashlib.sha256(content).digest())
-            written.flush()
-            os.fsync(written.fileno())
-        partial.rename(file)
+        with partial_file.open("wb") as output:
+            output.write(content + hashlib.sha256(content).digest())
+            output.flush()
+            os.fsync(output.fileno())
+        partial_file.rename(file)
     return table
 
 
 def _read_table(file: Path, size: int) -> bytearray | None:
-    """The table's `size` bytes in a file that ends with their SHA-256; None where it is not there, or not whole."""
+    """Return the table's `size` bytes of a file that ends with their SHA-256. None if it is missing or incomplete."""
     if not file.is_file() or file.stat().st_size != size + hashlib.sha256().digest_size:
         return None
     content = bytearray(file.read_bytes())
@@ -458,31 +573,42 @@ def _read_table(file: Path, size: int) -> bytearray | None:
 def _score_pairs(
     method: MethodWithReference, policy: Policy, rows: Rows, samples: range, table: Tensor, ld_alpha: float | None
 ) -> None:
-    """Write the sums of this dp rank's share of `samples` to their rows of `table`."""
+    """Score this dp rank's part of the pairs `samples`, and write the results to their rows of `table`."""
+    bins: list[list[int]] = []  # the samples of each row
     if rows.packing:
         lengths = rows.samples.lengths(torch.arange(samples.start, samples.stop)).tolist()
-        bins = [[samples[index] for index in members] for members in pack(lengths, rows.capacity)]
+        for members in pack(lengths, rows.capacity):
+            bins.append([samples[index] for index in members])
     else:
         bins = [[index] for index in samples]
-    mine = bins[policy.mesh.dp_rank :: policy.mesh.dp_size]
-    built = [row for members in mine for row in rows.build(members)]
+    local_bins = bins[policy.mesh.dp_rank :: policy.mesh.dp_size]
+    built = []
+    order: list[int] = []
+    for members in local_bins:
+        built += rows.build(members)
+        order += members
     batch: Batch = collate(built) if rows.images is None else collate_with_images(built)
     logprobs = policy.logprobs(batch, method.micro_rows).double()
     ids = document_ids(batch)
     if ld_alpha is not None:
         logprobs = logprobs * length_desensitised_weights(ids, batch["labels"], ld_alpha)
-    sums = sum_by_document(logprobs, ids, num_documents(batch))
-    order = torch.tensor([index for members in mine for index in members], dtype=torch.int64)
-    table[order] = sums.view(-1, 2)
+    totals = sum_by_document(logprobs, ids, num_documents(batch))
+    table[torch.tensor(order, dtype=torch.int64)] = totals.view(-1, 2)
 
 
-def at_first_labels(batch: Batch, sums: Tensor) -> Tensor:
-    """A stream [n, S] whose sums by document are `sums` [documents]: each stands at its document's first label, where
-    every weight is 1."""
+def at_first_labels(batch: Batch, totals: Tensor) -> Tensor:
+    """Return a stream [n, S] with the given totals by document, whose values are at each document's first label.
+
+    So known totals can be used in place of a stream with a value per token. Every token weight must be 1.
+
+    Args:
+        batch: The batch.
+        totals: Total of each document, [documents].
+    """
     labelled = (batch["labels"] != IGNORE_INDEX).flatten().nonzero().squeeze(1)
-    owners = document_ids(batch).flatten()[labelled]
-    is_first = torch.ones_like(owners, dtype=torch.bool)
-    is_first[1:] = owners[1:] != owners[:-1]
+    document_of_label = document_ids(batch).flatten()[labelled]
+    is_first = torch.ones_like(document_of_label, dtype=torch.bool)
+    is_first[1:] = document_of_label[1:] != document_of_label[:-1]
     stream = torch.zeros(batch["labels"].numel(), dtype=torch.float64)
-    stream[labelled[is_first]] = sums[owners[is_first]]
+    stream[labelled[is_first]] = totals[document_of_label[is_first]]
     return stream.view(batch["labels"].shape)

@@ -1,11 +1,19 @@
-"""Tuning by single replies that are wanted or not, against a reference (KTO).
+"""KTO: tuning by single replies that are wanted or not, against a reference.
 
-The reward of a reply is β · log(p / p_ref) of its tokens. It is compared with z = β · KL(p || p_ref), estimated on
-replies that do not belong to their prompts: each row's prompt with the reply of another row. Which one is a matter of
-the data and the seed. z is one number for the whole global batch, clamped at 0 and a constant, known before the first
-backward of a step: no micro-batch and no mesh changes it.
+The reward of a reply is r = β · log(p / p_ref), summed over its tokens. It is compared with z = β · KL(p || p_ref). The
+divergence is estimated on mismatched documents: the prompt of each row followed by the reply of another row, which the
+data and the seed determine. Example with 4 samples and a distance of 3:
 
-In a batch such rows stand behind those that are trained; their stream `desirable` is 0.
+    trained      prompt 0 + reply 0     prompt 1 + reply 1     prompt 2 + reply 2     prompt 3 + reply 3
+    mismatched   prompt 0 + reply 3     prompt 1 + reply 0     prompt 2 + reply 1     prompt 3 + reply 2
+
+    z = β · max(0, mean of log(p / p_ref) over the mismatched replies of the global batch)
+
+z is one number per step, a constant without gradient. It is computed before the first backward, so no micro-batch and
+no mesh changes it.
+
+In a batch, the mismatched rows follow the trained ones. The stream `desirable` marks them: 1 on the labels of wanted
+replies, -1 on those of unwanted ones, and 0 on mismatched rows.
 """
 
 from collections.abc import Iterator, Mapping
@@ -29,7 +37,8 @@ from dtrain.policy import Policy
 from dtrain.policy.batching import all_reduce
 from dtrain.policy.score import LogprobSource, Loss
 
-MAX_CHECKED_REPLIES = 256  # replies, for whether there are both kinds
+# Replies that are checked at the start for whether both kinds occur.
+MAX_CHECKED_REPLIES = 256
 
 
 @dataclass
@@ -55,7 +64,7 @@ class Kto:
 class KtoMethod(MethodWithReference):
     """Kahneman-Tversky optimisation (Ethayarajh et al., arXiv:2402.01306) and APO-zero for single replies.
 
-    loss = Σ over replies of weight · loss ÷ replies, over the global batch.
+    loss = mean over the replies of the global batch of weight · loss.
     """
 
     Section = Kto
@@ -66,11 +75,12 @@ class KtoMethod(MethodWithReference):
     curves = MappingProxyType({**MethodWithReference.curves, "rewards_margin": "margin of rewards"})
     adapter_learning_rates = (5e-6, "1e-5")  # full tuning takes 5e-7 to 5e-6
 
+    # Rows by split.
     _splits: Mapping[str, Rows] = MappingProxyType({})
 
     @property
-    def _estimates(self) -> bool:
-        """Return whether the loss compares with an estimate of the divergence."""
+    def _needs_divergence(self) -> bool:
+        """Whether the loss compares with an estimate of the divergence."""
         return self.section.loss == "kto"
 
     def problems(self) -> list[Problem]:
@@ -92,76 +102,107 @@ class KtoMethod(MethodWithReference):
         return True
 
     def check_data(self, columns: Mapping[str, Mapping[str, Any]], samples: Mapping[str, int]) -> None:
-        """Raises UserError where a split has one row alone: it has no reply of another."""
+        """Raise UserError if a split has only one row, so that no other row has a reply for a mismatched document."""
         for split, count in samples.items():
-            if self._estimates and count < 2:
+            if self._needs_divergence and count < 2:
                 raise UserError(
                     f"data.{split} has one reply, and KTO's estimate of the divergence needs those of other rows: give "
                     "it more, or set kto.loss=apo_zero_unpaired"
                 )
 
     def begin(self, policy: Policy, splits: Mapping[str, Rows], run: RunContext) -> None:
-        for split, rows in splits.items():
-            some = range(0, len(rows.samples), -(-len(rows.samples) // MAX_CHECKED_REPLIES))
-            if split == "train" and len(kinds := {is_desirable(rows.samples, index) for index in some}) == 1:
+        """Build the reference, and report if the training data seem to have replies of one kind only."""
+        if "train" in splits:
+            samples = splits["train"].samples
+            step = -(-len(samples) // MAX_CHECKED_REPLIES)  # rounded up
+            kinds = {is_desirable(samples, index) for index in range(0, len(samples), step)}
+            if len(kinds) == 1:
                 which = "is wanted" if True in kinds else "is one that is not wanted"
                 run.metrics.say(f"note: each reply that was looked at {which}: KTO learns most where there are both")
         self._splits = splits
         self.attach_models(policy, run.other_models)
 
     def batch(self, rows: GlobalBatch, split: str = "train") -> Batch:
-        """The rows, and behind them as many documents of prompts with other rows' replies."""
-        of_split = self._splits[split]
-        others = list(self._mismatched(of_split, rows.samples)) if self._estimates else []
-        if of_split.packing:
-            places = pack([len(ids) for ids, _ in others], of_split.capacity)
-            more = [build_row([others[place] for place in members]) for members in places]
+        """Return the rows, followed by a mismatched document for each, with the stream `desirable`."""
+        split_rows = self._splits[split]
+        mismatched: list[tuple[Tensor, Tensor]] = []
+        if self._needs_divergence:
+            mismatched = list(self._mismatched(split_rows, rows.samples))
+        mismatched_rows = []
+        if split_rows.packing:
+            for members in pack([len(ids) for ids, _ in mismatched], split_rows.capacity):
+                mismatched_rows.append(build_row([mismatched[index] for index in members]))
         else:
-            more = [build_row([document]) for document in others]
-        batch = collate([*rows.rows, *more])
-        signs = [0.0, *(1.0 if is_desirable(of_split.samples, index) else -1.0 for index in rows.samples)]  # 0: padding
-        signs += [0.0] * len(others)
-        marks = torch.tensor(signs, dtype=torch.float64)[document_ids(batch) + 1]
-        return {**batch, "desirable": torch.where(batch["labels"] != IGNORE_INDEX, marks, 0.0)}
+            mismatched_rows = [build_row([document]) for document in mismatched]
+        batch = collate([*rows.rows, *mismatched_rows])
+        # One mark per document. Padding has the document id -1, so its mark comes first.
+        marks = [0.0]
+        for index in rows.samples:
+            marks.append(1.0 if is_desirable(split_rows.samples, index) else -1.0)
+        marks += [0.0] * len(mismatched)
+        mark_of_token = torch.tensor(marks, dtype=torch.float64)[document_ids(batch) + 1]
+        return {**batch, "desirable": torch.where(batch["labels"] != IGNORE_INDEX, mark_of_token, 0.0)}
 
     def _mismatched(self, rows: Rows, samples: list[int]) -> Iterator[tuple[Tensor, Tensor]]:
-        """(ids, trained) of each sample's prompt with the reply of the sample that stands a fixed way behind it."""
+        """Yield a mismatched document for each sample: its prompt, and the reply of the sample a fixed distance later.
+
+        A document is its ids and a mask of the trained tokens, [s] each, cut to the rows' maximum length.
+        """
         count = len(rows.samples)
-        way = 1 + random_key("kto", self.recipe.run.seed) % (count - 1)
+        distance = 1 + random_key("kto", self.recipe.run.seed) % (count - 1)
         for index in samples:
             ((ids, trained),) = rows.samples[index]
-            ((other, marked),) = rows.samples[(index + way) % count]
-            prompt = _reply(trained)
-            reply = slice(_reply(marked), _reply(marked) + rows.max_length - prompt)
-            joined = torch.cat([torch.zeros(prompt, dtype=torch.bool), marked[reply]])
-            yield torch.cat([ids[:prompt], other[reply]]), joined
+            ((other_ids, other_trained),) = rows.samples[(index + distance) % count]
+            prompt_length = _reply_start(trained)
+            reply_start = _reply_start(other_trained)
+            reply = slice(reply_start, reply_start + rows.max_length - prompt_length)
+            mask = torch.cat([torch.zeros(prompt_length, dtype=torch.bool), other_trained[reply]])
+            yield torch.cat([ids[:prompt_length], other_ids[reply]]), mask
 
     def prepare(self, policy: Policy, batch: Batch) -> tuple[Batch, Loss]:
-        """Forwards of the policy and the reference over the mismatched replies, and one of the reference over the
-        others. One all-reduce."""
-        own, others = _split(batch)
-        log_ratio = self._ask_reference(policy, own=own, others=others)
-        return own, self._loss_at(policy, self._divergence(policy, log_ratio))
+        """Compute the reference's log-probabilities, and the estimate of the divergence.
+
+        Collectives:
+            Those of two forwards of the reference and one of the policy. One all-reduce over dp.
+        """
+        trained, mismatched = _split_mismatched(batch)
+        log_ratio = self._score(policy, trained=trained, mismatched=mismatched)
+        return trained, self._loss_at(policy, self._divergence(policy, log_ratio))
 
     def _loss_at(self, policy: Policy, divergence: Tensor) -> Loss:
+        """Return the loss for a divergence."""
         return partial(self.loss, divergence=divergence.to(policy.device, non_blocking=True))
 
-    def _ask_reference(self, policy: Policy, *, own: Batch | None = None, others: Batch | None = None) -> Tensor:
-        """Ask the reference once: write what it says of `own` into its stream, and return Σ log(p / p_ref) over this
-        rank's mismatched replies `others` with their number, [2], zeros where nothing is estimated."""
-        total = torch.zeros(2, dtype=torch.float64)
-        others = others if self._estimates else None
-        logprobs = None if others is None else policy.logprobs(others, self.micro_rows).double()
+    def _score(self, policy: Policy, *, trained: Batch | None = None, mismatched: Batch | None = None) -> Tensor:
+        """Run the reference once over both batches.
+
+        Args:
+            policy: The policy, with the reference.
+            trained: Gets the stream `reference_logprobs`. None: not scored.
+            mismatched: Mismatched documents. None: not scored.
+
+        Returns:
+            Σ log(p / p_ref) over this rank's mismatched replies, and their number, [2]. Zeros if there are none.
+        """
+        log_ratio = torch.zeros(2, dtype=torch.float64)
+        if not self._needs_divergence:
+            mismatched = None
+        logprobs = None if mismatched is None else policy.logprobs(mismatched, self.micro_rows).double()
         with policy.use_reference_model():
-            if others is not None and logprobs is not None:
-                logprobs -= policy.logprobs(others, self.micro_rows).double()
-                total[0], total[1] = logprobs.sum(), num_documents(others)
-            if own is not None:
-                own["reference_logprobs"] = policy.logprobs(own, self.micro_rows)
-        return total
+            if mismatched is not None and logprobs is not None:
+                logprobs -= policy.logprobs(mismatched, self.micro_rows).double()
+                log_ratio[0], log_ratio[1] = logprobs.sum(), num_documents(mismatched)
+            if trained is not None:
+                trained["reference_logprobs"] = policy.logprobs(trained, self.micro_rows)
+        return log_ratio
 
     def _divergence(self, policy: Policy, log_ratio: Tensor) -> Tensor:
-        """The estimate of KL(p || p_ref), at least 0, a scalar; log_ratio [2], this rank's, is summed over all."""
+        """Return the estimate of KL(p || p_ref), at least 0, a scalar. One all-reduce over dp.
+
+        Args:
+            policy: The policy, for its mesh.
+            log_ratio: This rank's result of `_score`, [2].
+        """
         total, count = all_reduce(log_ratio, policy.mesh.dp)
         return (total / count.clamp(min=1)).clamp(min=0)
 
@@ -174,7 +215,18 @@ class KtoMethod(MethodWithReference):
         *,
         divergence: Tensor | float = 0.0,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Scalars: the share of the loss, and sums over the replies that are wanted and those that are not."""
+        """Compute the loss of a micro-batch.
+
+        Args:
+            source: Log-probabilities of the micro-batch.
+            batch: The micro-batch.
+            global_seqs: Replies in the global batch.
+            global_tokens: Not used.
+            divergence: The estimate of KL(p || p_ref).
+
+        Returns:
+            This micro-batch's part of the loss, and scalars added up over wanted and over unwanted replies.
+        """
         section = self.section
         logprobs = source.logprobs().logprobs  # [B, S/cp]
         streams = [logprobs, batch["reference_logprobs"].to(logprobs), batch["desirable"].to(logprobs)]
@@ -182,8 +234,8 @@ class KtoMethod(MethodWithReference):
         rewards = section.beta * (policy - reference)
         divergence = torch.as_tensor(divergence).to(rewards)
         wanted, unwanted = (marks > 0).to(rewards), (marks < 0).to(rewards)  # padding is neither
-        if_wanted, if_unwanted = getattr(formulas, section.loss)(rewards, section.beta * divergence)
-        losses = section.desirable_weight * wanted * if_wanted + section.undesirable_weight * unwanted * if_unwanted
+        wanted_loss, unwanted_loss = getattr(formulas, section.loss)(rewards, section.beta * divergence)
+        losses = section.desirable_weight * wanted * wanted_loss + section.undesirable_weight * unwanted * unwanted_loss
         measured = {
             "chosen": wanted.sum(),
             "rejected": unwanted.sum(),
@@ -198,44 +250,55 @@ class KtoMethod(MethodWithReference):
         return total, {name: source.count_once(value.detach()) for name, value in measured.items()}
 
     def validation(self, policy: Policy, rows: Rows) -> Iterator[tuple[Batch, Loss]]:
-        """Yield batches with one estimate of the divergence over all of `rows`: a pass of its own."""
+        """Yield batches with one estimate of the divergence over all `rows`, for which they are read twice."""
         log_ratio = torch.zeros(2, dtype=torch.float64)
-        for batch in self.val_batches(policy, rows) if self._estimates else ():
-            log_ratio += self._ask_reference(policy, others=_split(batch)[1])
+        if self._needs_divergence:
+            for batch in self.val_batches(policy, rows):
+                _, mismatched = _split_mismatched(batch)
+                log_ratio += self._score(policy, mismatched=mismatched)
         loss = self._loss_at(policy, self._divergence(policy, log_ratio))
         for batch in self.val_batches(policy, rows):
-            own, _ = _split(batch)
-            self._ask_reference(policy, own=own)
-            yield own, loss
+            trained, _ = _split_mismatched(batch)
+            self._score(policy, trained=trained)
+            yield trained, loss
 
-    def train_metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """`rewards_chosen` and `logps_chosen` are of replies that are wanted, `.._rejected` of the others, where the
-        batch has such."""
-        result = {
-            f"{what}_{which}": sums[f"{what}_{which}"] / sums[which]
-            for what in ("rewards", "logps")
-            for which in ("chosen", "rejected")
-            if sums[which]
-        }
-        if sums["chosen"] and sums["rejected"]:
-            result["rewards_margin"] = result["rewards_chosen"] - result["rewards_rejected"]
-        if self._estimates:
-            result["kl"] = sums["kl"] / max(sums["chosen"] + sums["rejected"], 1)
-        return result
+    def train_metrics(self, totals: Mapping[str, float]) -> dict[str, float]:
+        """Return means over wanted replies (`.._chosen`) and unwanted ones (`.._rejected`), if there are any."""
+        metrics = {}
+        for quantity in ("rewards", "logps"):
+            for kind in ("chosen", "rejected"):
+                if totals[kind]:
+                    name = f"{quantity}_{kind}"
+                    metrics[name] = totals[name] / totals[kind]
+        if totals["chosen"] and totals["rejected"]:
+            metrics["rewards_margin"] = metrics["rewards_chosen"] - metrics["rewards_rejected"]
+        if self._needs_divergence:
+            metrics["kl"] = totals["kl"] / max(totals["chosen"] + totals["rejected"], 1)
+        return metrics
 
-    def val_metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
-        val_loss = sums["loss"] / max(sums["chosen"] + sums["rejected"], 1)
-        return {"val_loss": val_loss, **{f"val_{name}": value for name, value in self.train_metrics(sums).items()}}
+    def val_metrics(self, totals: Mapping[str, float]) -> dict[str, float]:
+        metrics = {"val_loss": totals["loss"] / max(totals["chosen"] + totals["rejected"], 1)}
+        for name, value in self.train_metrics(totals).items():
+            metrics[f"val_{name}"] = value
+        return metrics
 
 
-def _reply(trained: Tensor) -> int:
-    """Return the index at which the reply of a document begins; trained [s]. A document's first token belongs to the
-    prompt."""
+def _reply_start(trained: Tensor) -> int:
+    """Return the index of the first token of a document's reply, at least 1: the first token belongs to the prompt.
+
+    Args:
+        trained: Mask of the trained tokens, [s].
+
+    Example:
+        >>> _reply_start(torch.tensor([False, False, True, True]))
+        2
+    """
     return max(1, int(trained.int().argmax()))
 
 
-def _split(batch: Batch) -> tuple[Batch, Batch]:
-    """The rows that are trained, and those of the estimate."""
-    is_own = (batch["desirable"] != 0).any(1)
-    own, others = ({name: stream[rows] for name, stream in batch.items()} for rows in (is_own, ~is_own))
-    return trim(own), trim(others)
+def _split_mismatched(batch: Batch) -> tuple[Batch, Batch]:
+    """Return the rows that are trained, and the mismatched ones."""
+    is_trained = (batch["desirable"] != 0).any(1)
+    trained = {name: stream[is_trained] for name, stream in batch.items()}
+    mismatched = {name: stream[~is_trained] for name, stream in batch.items()}
+    return trim(trained), trim(mismatched)

@@ -1,6 +1,15 @@
-"""The base of the methods, and `RunContext`, the part of a run that a method uses.
+"""The base class of methods, and `RunContext`, the part of a run that a method uses.
 
-A method's own file has its section of the recipe and how it differs from the base.
+The file of a method has its section of the recipe, and overrides what differs from the base. README.md explains how to
+write one. In a step, the trainer calls a method and the policy in this order:
+
+    method.before_step(cursor)                      for example, sample completions
+    rows                = next(method.source.batches(...))
+    batch               = method.batch(rows)        rows to tensors [n, S], on the host
+    batch, loss         = method.prepare(policy, batch)
+    result              = policy.forward_backward(batch, loss)      calls `loss` for each micro-batch
+    policy.optimizer_step()
+    metrics             = method.train_metrics(result.metrics)      totals of the global batch to a row of metrics.jsonl
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -33,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class RunLog(Protocol):
-    """Rows and lines that a run writes; `dtrain.training.metrics.Recorder` is one."""
+    """Interface for writing metrics and lines of the terminal; `dtrain.training.metrics.Recorder` implements it."""
 
     def say(self, text: str) -> None: ...
 
@@ -96,49 +105,75 @@ class AttachedModels:
 
 @dataclass(eq=False)
 class BatchSource:
-    """Source of a method's batches: the data's rows, in their order. state, tensors, load: as a method's."""
+    """Source of a method's batches: the rows of the data, in their order.
+
+    Methods that generate their data, such as GRPO, have a source of their own. `state`, `tensors`, `check_state` and
+    `load` are as in `Method`.
+
+    Attributes:
+        method: The method.
+    """
 
     method: "Method"
 
     @property
     def recipe(self) -> Recipe:
+        """The method's recipe."""
         return self.method.recipe
 
     def remaining_steps(self, rows: Rows, cursor: Cursor, saved: Mapping[str, Any]) -> int:
-        """Optimizer steps from `cursor` to the end of `train.epochs`: whole batches and a last one that may be short.
-        saved: what the method's `state` gave at the start, empty for a fresh one."""
-        left = max(0, (rows.total_rows() or 0) - rows.rows_before(cursor))
-        return -(-left // self.recipe.train.num_batch_rows)
+        """Return the number of optimizer steps from `cursor` to the end of `train.epochs`.
+
+        The last step may have a short batch.
+
+        Args:
+            rows: Rows of the training data.
+            cursor: Position in the data.
+            saved: The method's `state` at the start of the run. Empty for a fresh run.
+        """
+        num_rows = max(0, (rows.total_rows() or 0) - rows.rows_before(cursor))
+        return -(-num_rows // self.recipe.train.num_batch_rows)  # rounded up
 
     def batches(self, policy: Policy, rows: Rows, cursor: Cursor) -> Iterator[GlobalBatch]:
-        """This dp rank's part of every step from `cursor` on, each with where the next one begins."""
+        """Return this dp rank's rows of every step from `cursor` on, each with the cursor of the following step."""
         return iter(self.build_batches(policy, rows, cursor=cursor, num_workers=self.recipe.data.num_workers))
 
-    def build_batches(self, policy: Policy, rows: Rows, **more: Any) -> Batches:
-        """This dp rank's part of `rows`. more: of `Batches`."""
-        size, mesh, balance_lengths = self.recipe.train.num_batch_rows, policy.mesh, self.method.is_dynamic()
+    def build_batches(self, policy: Policy, rows: Rows, **options: Any) -> Batches:
+        """Return this dp rank's rows of every step.
+
+        Args:
+            policy: The policy, for its mesh.
+            rows: Rows of the data.
+            options: Other arguments of `Batches`.
+        """
+        mesh = policy.mesh
         return Batches(
-            rows, global_batch=size, dp_rank=mesh.dp_rank, dp_size=mesh.dp_size, balance_lengths=balance_lengths, **more
+            rows,
+            global_batch=self.recipe.train.num_batch_rows,
+            dp_rank=mesh.dp_rank,
+            dp_size=mesh.dp_size,
+            balance_lengths=self.method.is_dynamic(),
+            **options,
         )
 
     def batch(self, rows: GlobalBatch) -> Batch:
-        """A dp rank's rows of the data as a batch [n, S] on the host; `images`: their `RowImages`, where the data have
-        any."""
+        """Collate a dp rank's rows to a batch [n, S] on the host, with their images if they have any."""
         has_images = bool(rows.rows) and "pixels" in rows.rows[0]
         return collate_with_images(rows.rows) if has_images else collate(rows.rows)
 
     def after_step(self, step: int) -> None:
-        """Called after each optimizer step."""
+        """Do nothing. Called after each optimizer step."""
 
     def state(self) -> dict[str, Any]:
+        """Return the state to save, as JSON."""
         return {}
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return tensors by name, [...] each."""
+        """Return the tensors to save, by name."""
         return {}
 
     def check_state(self, state: Mapping[str, Any], changed: Sequence[str] = ()) -> None:
-        """Raise UserError if this source cannot go on from a saved `state`.
+        """Raise UserError if this source cannot continue from a saved `state`.
 
         Args:
             state: State of the method in the checkpoint.
@@ -146,7 +181,7 @@ class BatchSource:
         """
 
     def load(self, state: Mapping[str, Any]) -> None:
-        pass
+        """Continue from a saved `state`."""
 
 
 @dataclass
@@ -155,35 +190,39 @@ class NoKeys:
 
 
 class Method:
-    """The base of the methods. Beforehand it answers what the recipe's check, the preview, a plan and the start of a
-    run must know; in a run it goes from rows to a batch, from a batch to a loss, from its sums to what is logged.
+    """Base class of methods: which data, which loss, which metrics. It knows no meshes, files or processes.
 
-    It is also made of recipes that are not checked yet, so its constructor neither fails nor costs. Section: the
-    dataclass of its keys, which a recipe has under the method's name. section: their values.
+    Before a run, its methods answer what checking a recipe, the preview, a plan and the start of a run must know. In a
+    run, it turns rows into a batch, a batch into a loss, and totals of the loss into metrics (see the module).
 
-    about: the method in words, for a reader. kind: what a sample of the data is: examples, pairs, labelled (replies
-    that are wanted or not) or prompts. measures: its fields of metrics.jsonl (training/metrics/records.py), next to
-    those of all methods. curves: fields that show what was learned, and their names for a reader. best: what of
-    `recipe.schema.BEST_METRICS` it measures. more_steps_hint: what of its section makes a pass more steps.
-    adapter_learning_rates: the learning rate below which a fresh adapter hardly learns, and a usual one. models: the
-    keys of the section that may name models, whose ends say of which kind (`training.registry.TEACHER`,
-    `REWARD_MODEL`). references: what else a reference may be.
+    It is also created for recipes that were not checked yet. Its constructor must therefore neither fail nor take long.
 
-    A step goes before_step → source.batches → batch → prepare → Policy.forward_backward with the loss that prepare
-    returns → Policy.optimizer_step → fields.
+    State that a resumed run needs goes through these methods. A method without state does not override them.
 
-    What a method keeps from step to step and a resumed run needs goes through three functions; one that keeps nothing
-    leaves them as they are.
+        state()             JSON values, the same on every rank
+        tensors()           tensors by name: plain tensors (the same on every rank), DTensors, or a
+                            `checkpoint.dcp.shards.Piece` of a tensor that is distributed over the ranks. All ranks
+                            return the same names
+        check_state(state)  raises UserError if this method with this recipe cannot continue from a saved `state`.
+                            `dtrain validate` calls it, too
+        load(state)         called on a resume, before the first step. Takes back a saved `state` and allocates tensors,
+                            so that `tensors()` returns tensors of the saved sizes. These are then filled in place. On
+                            another world size, ranks may ask for other pieces than were saved
 
-    state()      its numbers and words as JSON, the same on every rank
-    tensors()    its tensors by name: plain ones (the same on every rank), DTensors, or a `checkpoint.dcp.shards.Piece`
-                 of what the ranks hold together; all ranks give the same names
-    load(state)  for a resume, before the first step: takes `state()` of the save back and makes room, so that
-                 `tensors()` gives tensors of the saved sizes, which are then filled in place. On another world size
-                 the ranks may ask for other pieces of them than were saved.
-
-    `check_state(state)` comes before `load`, also in `dtrain validate`: it raises UserError for a state that this
-    method, with this recipe, did not write or cannot go on from.
+    Attributes:
+        Section: Dataclass of the method's keys, which a recipe has under the method's name.
+        section: The values of these keys.
+        about: Description of the method, such as "supervised fine-tuning".
+        kind: What a sample of the data is: "examples", "pairs", "labelled" (replies that are wanted or not) or
+            "prompts".
+        measures: Metrics of the method, next to those that all methods have (training/metrics/records.py).
+        curves: Metrics that show what was learned, with names for a reader.
+        best: Keys of `recipe.schema.BEST_METRICS` that the method measures.
+        more_steps_hint: Which key of the section gives more steps per pass over the data, for a message.
+        adapter_learning_rates: The learning rate below which a new adapter hardly learns, and a usual one.
+        models: Keys of the section that may name models. The end of a key tells which kind of model
+            (`training.registry.TEACHER`, `REWARD_MODEL`); other keys name references.
+        references: Values of a reference that are not paths.
     """
 
     Section: type = NoKeys
@@ -202,8 +241,7 @@ class Method:
         self.section = recipe.section
 
     def variant(self) -> str | None:
-        """Return the name of the variant that the section selects, a key of `training.registry.VARIANTS`; None if the
-        class itself is meant."""
+        """Return the subclass that the section selects, a key of `training.registry.VARIANTS`. None: this class."""
         return None
 
     def missing(self) -> list[Problem]:
@@ -216,11 +254,15 @@ class Method:
 
     def completion_length_problems(self) -> list[Problem]:
         """Check that completions of the section's `sampling` leave room for their prompts."""
-        new, longest = self.section.sampling.max_new_tokens, self.recipe.data.max_length
-        if longest < 2 or new < longest:
+        max_new_tokens = self.section.sampling.max_new_tokens
+        max_length = self.recipe.data.max_length
+        if max_length < 2 or max_new_tokens < max_length:
             return []
         key = f"{self.recipe.method}.sampling.max_new_tokens"
-        text = f"{key}={new} leaves no room for a prompt within data.max_length={longest}, which is for both together"
+        text = (
+            f"{key}={max_new_tokens} leaves no room for a prompt within data.max_length={max_length}, which is for "
+            "both together"
+        )
         return [Problem(key, text, "Lower the first or raise the second")]
 
     def model_problems(self, model: "ModelConfig") -> list[Problem]:
@@ -228,7 +270,7 @@ class Method:
         return []
 
     def format_problem(self, format: str) -> str | None:
-        """Return why rows of a format (`data.*.format`) are not for this method; None: they are."""
+        """Return the reason why this method cannot use rows of a format (`data.*.format`). None if it can."""
         if format == "question":
             return "a question has no answer to train on; method=grpo draws its own"
         if format == "preference":
@@ -241,63 +283,70 @@ class Method:
         return [Problem("method", text, "Set method=sft, dpo or grpo, or remove the images")]
 
     def other_models(self) -> list[tuple[str, str]]:
-        """Key and path of the models that are needed beside the one that is trained."""
+        """Return the recipe key and the path of each model that is needed next to the trained one."""
         return []
 
     def code(self) -> list[tuple[str, str | None, str]]:
-        """(key, name or import path, what it is) of the code that the section may name."""
+        """Return the user's code that the section names: key, name or import path, and a description."""
         return []
 
     def prompts(self) -> "PromptOptions | None":
-        """Return how the data's prompts are made, where it is prompts. Raises UserError for tools whose source does
-        not tell."""
+        """Return how prompts are built from the data. None if the data are no prompts.
+
+        Raises:
+            UserError: If the source of tools does not list them.
+        """
         return None
 
     def labels(self) -> int | None:
-        """Outputs of the head that the model has in place of the vocabulary's; None: it has that one."""
+        """Return the number of outputs of a head that replaces the vocabulary's. None if the model keeps that one."""
         return None
 
     def label(self) -> "Label | None":
-        """The number of each of the data's rows that the loss reads."""
+        """Return the column of the data with a number per row that the loss reads. None if there is no such column."""
         return None
 
     def rows_per_sample(self) -> int:
-        """Rows of a batch that one of `train.global_batch` is: a pair that is not packed is two."""
+        """Return the rows of a batch per sample of `train.global_batch`: two for a pair that is not packed."""
         return 2 if self.kind == "pairs" and not self.recipe.data.packing else 1
 
     def is_dynamic(self) -> bool:
-        """Return whether a number of tokens bounds a micro-batch, not one of rows."""
+        """Check whether micro-batches are limited by their number of tokens instead of their number of rows."""
         return self.recipe.train.dynamic_batch
 
     def automatic_batch(self, rows: int) -> int:
-        """Return what `train.global_batch=auto` is, where the first pass over the data has so many rows."""
+        """Return the value of `train.global_batch=auto` if the first pass over the data has `rows` rows."""
         return choose_global_batch(rows)
 
     def row_length(self) -> int:
-        """Tokens of a full row: a packed row of pairs holds two sequences' worth."""
-        return self.recipe.data.max_length * (2 if self.kind == "pairs" and self.recipe.data.packing else 1)
+        """Return the tokens of a full row. A packed row of pairs has room for two sequences."""
+        has_two_sequences = self.kind == "pairs" and self.recipe.data.packing
+        return self.recipe.data.max_length * (2 if has_two_sequences else 1)
 
     def max_row_length(self) -> int:
-        """Tokens of the longest row that a forward may be given. Packed completions of a micro-batch are one row."""
+        """Return the tokens of the longest row in a forward. Packed completions of a micro-batch are one row."""
         is_packed = self.kind == "prompts" and self.recipe.data.packing
         return self.row_length() * (self.recipe.train.num_micro_batch_rows if is_packed else 1)
 
     def needs_reference(self) -> bool:
-        """Return whether the loss compares with a reference."""
+        """Check whether the loss compares with a reference."""
         return False
 
     def keeps_reference_weights(self) -> bool:
-        """Return whether the reference's weights stay on the devices beside the policy's."""
+        """Check whether the weights of the reference stay on the devices next to the policy's."""
         return self.needs_reference()
 
     def sends_weights(self) -> bool:
-        """Return whether updated weights leave the run over a process group that reaches beyond this host."""
+        """Check whether updated weights are sent over a process group that reaches other hosts than the run's."""
         return False
 
     @property
     def required_start_weights(self) -> str | None:
-        """Return "start" where `begin` wants the weights that training starts from, on a resume too; "base": without an
-        adapter."""
+        """Which weights `begin` needs in the policy, also on a resume.
+
+        "start": those that training starts from. "base": the same without an adapter. None: on a resume, those of the
+        checkpoint will do.
+        """
         return None
 
     @cached_property
@@ -307,13 +356,17 @@ class Method:
 
     @cached_property
     def micro_rows(self) -> int | Batching:
-        """Rows of a batch that make one micro-batch, or how else they are made. Completions are packed as they come: a
-        micro-batch is one row of micro_batch · max_length tokens."""
+        """Rows per micro-batch, or another rule by which a batch is divided.
+
+        Completions are packed as they come: a micro-batch is one row of micro_batch · max_length tokens.
+        """
         if self.kind == "prompts" and self.recipe.data.packing:
             return Packed(self.max_row_length())
-        of_a_sample = self.rows_per_sample()
-        rows = self.recipe.train.num_micro_batch_rows * of_a_sample
-        return DynamicShapes(rows * self.recipe.data.max_length, of_a_sample) if self.is_dynamic() else rows
+        rows_per_sample = self.rows_per_sample()
+        rows = self.recipe.train.num_micro_batch_rows * rows_per_sample
+        if self.is_dynamic():
+            return DynamicShapes(rows * self.recipe.data.max_length, rows_per_sample)
+        return rows
 
     @property
     def choices(self) -> list[str]:
@@ -335,7 +388,7 @@ class Method:
         """
 
     def check_device_supported(self, device: torch.device) -> None:
-        """Raise UserError where the method's section asks for what `device` does not do."""
+        """Raise UserError if the section needs something that `device` cannot do."""
 
     def attach_models(self, policy: Policy, others: Mapping[str, "ModelDirectory"]) -> AttachedModels:
         """Build the frozen models that the method needs in its steps, and keep them.
@@ -355,68 +408,117 @@ class Method:
         return AttachedModels()
 
     def begin(self, policy: Policy, splits: Mapping[str, Rows], run: RunContext) -> None:
-        """Called once, when `policy` holds the weights that training starts from, before the first step and before a
-        resume. splits: the rows of `train`, and of `val` where there are some. Collective."""
+        """Prepare a run. Called once, before the first step, and before a checkpoint is loaded.
+
+        Args:
+            policy: The policy, with the weights that training starts from.
+            splits: Rows of "train", and of "val" if there are any.
+            run: The run.
+
+        Collectives:
+            Those of building models. All ranks call it.
+        """
 
     def before_step(self, cursor: Cursor) -> None:
-        """Prepare what the next step's batch needs that is no data: a rollout. cursor: where the run began. Collective.
-        May raise Interrupted, on every rank, where the run is asked to stop, and ServiceUnavailable."""
+        """Prepare what the next step needs besides rows of the data, such as a rollout. All ranks call it.
+
+        Args:
+            cursor: Position in the data at which the run began.
+
+        Raises:
+            Interrupted: On every rank, if the run is asked to stop.
+            ServiceUnavailable: If something outside of the run, such as a server, does not answer.
+        """
 
     def batch(self, rows: GlobalBatch, split: str = "train") -> Batch:
-        """A dp rank's part of a step as a batch [n, S] on the host."""
+        """Return a dp rank's rows of a step as a batch [n, S] on the host."""
         return self.source.batch(rows)
 
     def prepare(self, policy: Policy, batch: Batch) -> tuple[Batch, Loss]:
-        """Return what must be known before the backward: the batch with the streams that the loss reads, and the loss.
-        Collective: a rank without rows takes part."""
+        """Compute what must be known before the backward, such as the reference's log-probabilities.
+
+        All ranks call it, also those without rows, because it may communicate.
+
+        Args:
+            policy: The policy.
+            batch: This dp rank's batch.
+
+        Returns:
+            The batch with the streams that the loss reads, and the loss.
+        """
         return batch, self.loss
 
     def loss(
         self, source: LogprobSource, batch: Batch, global_seqs: Tensor, global_tokens: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """This micro-batch's share of the global batch's loss, a scalar, and of the sums that `train_metrics` and
-        `val_metrics` read, scalars by name."""
+        """Compute the loss of a micro-batch.
+
+        Args:
+            source: Log-probabilities of the micro-batch.
+            batch: The micro-batch.
+            global_seqs: The number of sequences with labels in the global batch.
+            global_tokens: The number of labels in the global batch.
+
+        Returns:
+            This micro-batch's part of the global batch's loss, a scalar: parts of all micro-batches and ranks add up to
+            the loss. And scalars by name, which are also added up, for `train_metrics` and `val_metrics`.
+        """
         raise NotImplementedError(f"{type(self).__name__} names no loss")
 
     def after_step(self, policy: Policy, step: int) -> None:
         """Called after each optimizer step."""
         self.source.after_step(step)
 
-    def train_metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """A training row's fields of metrics.jsonl, beside `loss`, from the sums over the global batch."""
+    def train_metrics(self, totals: Mapping[str, float]) -> dict[str, float]:
+        """Return the metrics of a training step besides `loss`.
+
+        Args:
+            totals: The scalars that `loss` returned, added up over the global batch.
+        """
         return {}
 
     def validate(self, policy: Policy, rows: Rows) -> dict[str, float]:
-        """A validation row's fields: the loss over all of `rows`, summed over all batches and ranks, divided once."""
-        sums: dict[str, float] = {}
+        """Return the metrics of a validation: means over all `rows`, not means of the batches' means."""
+        totals: dict[str, float] = {}
         for batch, loss in self.validation(policy, rows):
             for name, value in policy.evaluate(batch, loss, self.micro_rows).metrics.items():
-                sums[name] = sums.get(name, 0.0) + value
-        return self.val_metrics(sums)
+                totals[name] = totals.get(name, 0.0) + value
+        return self.val_metrics(totals)
 
     def validation(self, policy: Policy, rows: Rows) -> Iterator[tuple[Batch, Loss]]:
-        """`val_batches`, each as `prepare` gives it."""
-        return (self.prepare(policy, part) for part in self.val_batches(policy, rows))
+        """Yield the batches of `val_batches`, each prepared, with its loss."""
+        for batch in self.val_batches(policy, rows):
+            yield self.prepare(policy, batch)
 
     def val_batches(self, policy: Policy, rows: Rows) -> Iterator[Batch]:
-        """This dp rank's part of all of `rows`, as many batches on every rank."""
-        return (self.batch(part, "val") for part in self.source.build_batches(policy, rows))
+        """Yield this dp rank's batches of all `rows`. Every rank has the same number of batches."""
+        for part in self.source.build_batches(policy, rows):
+            yield self.batch(part, "val")
 
-    def val_metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """A validation row's fields, `val_loss` among them, from the sums over the whole validation set."""
+    def val_metrics(self, totals: Mapping[str, float]) -> dict[str, float]:
+        """Return the metrics of a validation, among them `val_loss`.
+
+        Args:
+            totals: The scalars that `loss` returned, added up over the validation set.
+        """
         raise NotImplementedError(f"{type(self).__name__} names no validation loss")
 
     def state(self) -> dict[str, Any]:
+        """Return the state to save, as JSON; see the class."""
         return self.source.state()
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return tensors by name, [...] each; see the class."""
+        """Return the tensors to save, by name; see the class."""
         return self.source.tensors()
 
     def check_state(self, state: Mapping[str, Any], changed: Sequence[str] = ()) -> None:
-        """Raise UserError if the method cannot go on from the `state` of a checkpoint.
+        """Raise UserError if the method cannot continue from the `state` of a checkpoint.
 
-        Needs the recipe only, so `dtrain validate` calls it too. `changed` is as of `BatchSource.check_state`.
+        Needs only the recipe, so `dtrain validate` calls it, too.
+
+        Args:
+            state: The saved state.
+            changed: As in `BatchSource.check_state`.
         """
         self.source.check_state(state, changed)
 
@@ -426,11 +528,14 @@ class Method:
 
 
 class MethodWithReference(Method):
-    """A method whose loss may compare with a reference: weights that stand still and are read again where they came
-    from, or, with the section's `sync_every`, follow the policy's and come with the checkpoint. Its section has
-    `reference`, `sync_every` and `sync_mix`."""
+    """Base of methods whose loss may compare with a reference.
+
+    The reference's weights are fixed and read again on a resume. Or, with the section's `sync_every`, they follow the
+    policy's and are saved in the checkpoint. The section has `reference`, `sync_every` and `sync_mix`.
+    """
 
     models: tuple[str, ...] = ("reference",)
+    # Tensors of a reference that follows the policy, by name.
     _moving: Mapping[str, Tensor] = MappingProxyType({})
 
     @property
@@ -439,12 +544,16 @@ class MethodWithReference(Method):
 
     @property
     def required_start_weights(self) -> str | None:
-        stands = self.needs_reference() and self.section.sync_every is None
-        return self.section.reference if stands and self.section.reference in ("start", "base") else None
+        """The reference's weights, if they are those that training starts from and do not move."""
+        if not self.needs_reference() or self.section.sync_every is not None:
+            return None
+        return self.section.reference if self.section.reference in ("start", "base") else None
 
     def other_models(self) -> list[tuple[str, str]]:
         path = self.section.reference
-        return [] if path in (None, "none", "start", "base") else [(f"{self.recipe.method}.reference", str(path))]
+        if path in (None, "none", "start", "base"):
+            return []
+        return [(f"{self.recipe.method}.reference", str(path))]
 
     def base_problems(self) -> list[Problem]:
         """Check `reference: base`, the model without its adapter."""
@@ -471,15 +580,18 @@ class MethodWithReference(Method):
         return AttachedModels()
 
     def build_reference(self, policy: Policy) -> None:
-        """Give `policy` the reference that the section names: its weights as they are, those without adapters, or those
-        of another model of the same shapes. Collective."""
-        named, moves = self.section.reference, self.section.sync_every is not None
-        path = None if named in ("start", "base") else named
-        policy.init_reference_model(path, base=named == "base")
-        if moves and policy.reference is not None:
+        """Build the reference that the section names, as `policy.reference`. Collective.
+
+        Its weights are the policy's present ones, those without adapters, or those of another model of the same shapes.
+        """
+        reference = self.section.reference
+        path = None if reference in ("start", "base") else reference
+        policy.init_reference_model(path, base=reference == "base")
+        if self.section.sync_every is not None and policy.reference is not None:
             self._moving = policy.reference.tensors
 
     def after_step(self, policy: Policy, step: int) -> None:
+        """Let the reference follow the policy, every `sync_every` steps."""
         super().after_step(policy, step)
         every = self.section.sync_every
         if every is not None and policy.reference is not None and step % every == 0:
@@ -489,22 +601,23 @@ class MethodWithReference(Method):
         return super().state() | {"has_reference": self._reference_moves}
 
     def check_state(self, state: Mapping[str, Any], changed: Sequence[str] = ()) -> None:
-        """Raise UserError if the recipe has changed whether the reference moves, too.
+        """Raise UserError also if the recipe has changed whether the reference moves.
 
-        Only a reference that moves is in the checkpoint. One that stands still is read again where it came from.
+        A checkpoint has the weights of a reference only if the reference moves. Fixed ones are read again from their
+        source.
         """
         moves = self._reference_moves
         had_moved = state.get("has_reference", moves)  # older versions wrote it for GRPO only
         if had_moved != moves:
             name = self.recipe.method
-            holds = "holds the reference that it had moved to" if had_moved else "holds no reference"
+            content = "holds the reference that it had moved to" if had_moved else "holds no reference"
             raise UserError(
-                f"{name}.sync_every={format_value(self.section.sync_every)}: the checkpoint {holds}, and a resume "
+                f"{name}.sync_every={format_value(self.section.sync_every)}: the checkpoint {content}, and a resume "
                 f"cannot change whether the reference moves. Take the change of section {name} back, or begin another "
                 "run with these weights (checkpoint.init_from, run.name)"
             )
         super().check_state(state, changed)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The reference's [...] by name, where it moves."""
+        """Return also the tensors of a reference that moves, as "reference.<name>"."""
         return super().tensors() | {f"reference.{name}": tensor for name, tensor in self._moving.items()}

@@ -1,8 +1,7 @@
-"""Reward models and classifiers: a head of one output or several in place of the vocabulary's, read at the last token
-of each document.
+"""Reward models and classifiers: a head with one output or a few, read at the last token of each document.
 
-As transformers' classes for sequence classification read it, that is the last token which is not the config's
-pad_token_id. The batch's labels stand at that token alone, so that a row's one label says where its score is read.
+The last token is the last one that is not the config's pad_token_id, as in transformers' classes for sequence
+classification. A document of the batch has its only label at that token, so labels mark where scores are read.
 """
 
 from collections.abc import Mapping
@@ -26,7 +25,7 @@ from dtrain.policy.other_models import add_targets_at_last_tokens
 from dtrain.policy.score import LogprobSource, Loss
 
 HEAD = "score"
-"""The module of a classifier that gives its outputs."""
+"""Name of the head's module in a classifier."""
 
 
 @dataclass
@@ -43,7 +42,7 @@ class RewardKeys:
 
 
 class RewardMethod(Method):
-    """The losses of the global batch, each a mean over its pairs or documents.
+    """Reward models and classifiers. The loss is a mean over the pairs or documents of the global batch.
 
     pairs: −log σ(r_chosen − r_rejected − margin) (Bradley-Terry; margins: Touvron et al., arXiv:2307.09288, equation 2)
     + center_rewards_coefficient · (r_chosen + r_rejected)² (Eisenstein et al., arXiv:2312.09244); classes: the cross
@@ -56,9 +55,9 @@ class RewardMethod(Method):
     measures = ("rewards_chosen", "rewards_rejected", "rewards_margin", "accuracy", "reward_mean")
     curves = MappingProxyType({**Method.curves, "accuracy": "accuracy"})
 
-    _rows: Mapping[str, Rows] = MappingProxyType({})
-    _pad: int | None = None
-    _documents = 1  # of a loss
+    _rows: Mapping[str, Rows] = MappingProxyType({})  # by split
+    _pad: int | None = None  # the padding token
+    _documents_per_loss = 1
 
     def variant(self) -> str | None:
         return "pairs" if self.section.task == "pairs" else None
@@ -71,7 +70,8 @@ class RewardMethod(Method):
         return [Problem(key, f"{key} is missing", fix, is_missing=True)]
 
     def problems(self) -> list[Problem]:
-        section, errors = self.section, []
+        section = self.section
+        errors = []
         key = "reward.num_labels"
         if section.task == "classes" and section.num_labels == 1:
             errors.append(Problem(key, f"{key}=1: one class leaves nothing to predict", "Set it to 2 or more"))
@@ -83,9 +83,9 @@ class RewardMethod(Method):
             errors.append(Problem(key, f"{key} is read only with reward.task=pairs", "Leave it out"))
         lora = self.recipe.lora
         if lora is not None and lora.path is None and HEAD not in lora.modules_to_save:
-            named = ", ".join([*lora.modules_to_save, HEAD])
+            modules = ", ".join([*lora.modules_to_save, HEAD])
             text = "lora: the new head of a reward model has to be fully trained next to the adapter"
-            errors.append(Problem("lora.modules_to_save", text, f"Set lora.modules_to_save=[{named}]"))
+            errors.append(Problem("lora.modules_to_save", text, f"Set lora.modules_to_save=[{modules}]"))
         if self.recipe.eval is not None:
             text = "eval samples answers, and a reward model gives none"
             errors.append(Problem("eval", text, "Leave it out"))
@@ -103,15 +103,18 @@ class RewardMethod(Method):
         return None
 
     def labels(self) -> int | None:
+        """Return the number of outputs: one unless the rows have classes."""
         return self.section.num_labels or 1
 
     def label(self) -> Label:
         return Label("label", self.section.num_labels if self.section.task == "classes" else None)
 
     def begin(self, policy: Policy, splits: Mapping[str, Rows], run: RunContext) -> None:
+        """Find the padding token, and report a new head."""
         config = policy.model.config
-        self._rows, self._pad = dict(splits), config.pad_token_id
-        if self._pad is None:  # as the export's config.json will say
+        self._rows = dict(splits)
+        self._pad = config.pad_token_id
+        if self._pad is None:  # the one that the export's config.json will have
             self._pad = padding_token(self.recipe.model.directory, config.eos_token_ids)
         if config.has_new_head and self.recipe.model.init == "pretrained":
             run.metrics.say(
@@ -120,10 +123,14 @@ class RewardMethod(Method):
             )
 
     def batch(self, rows: GlobalBatch, split: str = "train") -> Batch:
-        """Return the batch with `targets`: each row's number at the label of its document, a pair's at that of the
-        chosen one."""
+        """Return the batch with the stream `targets`: the number of each document, at its label.
+
+        The number of a pair, its margin, is at the label of the chosen document.
+        """
         samples, column = self._rows[split].samples, self.label().column
-        values = [value for index in rows.samples for value in self._targets(samples.row(index)["columns"][column])]
+        values: list[float] = []
+        for index in rows.samples:
+            values += self._targets(samples.row(index)["columns"][column])
         return add_targets_at_last_tokens(super().batch(rows), torch.tensor(values, dtype=torch.float64), self._pad)
 
     def _targets(self, value: float) -> tuple[float, ...]:
@@ -131,42 +138,56 @@ class RewardMethod(Method):
         return (value,)
 
     def prepare(self, policy: Policy, batch: Batch) -> tuple[Batch, Loss]:
-        if "targets" not in batch:  # a plan's
+        """Return the batch, with targets of 0 for a plan, whose batches have none."""
+        if "targets" not in batch:
             batch = add_targets_at_last_tokens(batch, torch.zeros(num_documents(batch), dtype=torch.float64), self._pad)
         return batch, self.loss
 
     def loss(
         self, source: LogprobSource, batch: Batch, global_seqs: Tensor, global_tokens: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Scalars: the share of the loss, and sums over the pairs or documents."""
-        scores, targets = source.scores(), source.sum_by_document(batch["targets"])  # [documents, labels], [documents]
-        losses, sums = self._losses(scores, targets)
-        total = losses.sum() * self._documents / global_seqs
+        """Compute the loss of a micro-batch.
+
+        Returns:
+            This micro-batch's part of the loss, and scalars added up over its pairs or documents.
+        """
+        scores = source.scores()  # [documents, labels]
+        targets = source.sum_by_document(batch["targets"])  # [documents]
+        losses, totals = self._losses(scores, targets)
+        total = losses.sum() * self._documents_per_loss / global_seqs
         count = torch.full((), len(losses), device=scores.device)
-        measured = {"loss": losses.sum(), **sums, "count": count}
+        measured = {"loss": losses.sum(), **totals, "count": count}
         return source.count_once(total), {name: source.count_once(value.detach()) for name, value in measured.items()}
 
     def _losses(self, scores: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """scores [documents, labels], targets [documents] -> losses [documents], and sums over them."""
+        """Return the losses of documents, [documents], and totals over them.
+
+        Args:
+            scores: [documents, labels].
+            targets: [documents].
+        """
         if self.section.task == "classes":
             accuracy = (scores.argmax(1) == targets).sum()
             return F.cross_entropy(scores, targets.long(), reduction="none"), {"accuracy": accuracy}
         return (scores.squeeze(1) - targets.to(scores)).square(), {"reward_mean": scores.sum()}
 
-    def train_metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
-        count = max(sums["count"], 1)
-        return {name: value / count for name, value in sums.items() if name not in ("count", "loss")}
+    def train_metrics(self, totals: Mapping[str, float]) -> dict[str, float]:
+        """Return means over pairs or documents."""
+        count = max(totals["count"], 1)
+        return {name: value / count for name, value in totals.items() if name not in ("count", "loss")}
 
-    def val_metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
-        val_loss = sums["loss"] / max(sums["count"], 1)
-        return {"val_loss": val_loss, **{f"val_{name}": value for name, value in self.train_metrics(sums).items()}}
+    def val_metrics(self, totals: Mapping[str, float]) -> dict[str, float]:
+        metrics = {"val_loss": totals["loss"] / max(totals["count"], 1)}
+        for name, value in self.train_metrics(totals).items():
+            metrics[f"val_{name}"] = value
+        return metrics
 
 
 class RewardPairsMethod(RewardMethod):
-    """A head that rates a better and a worse answer: `reward.task` is pairs."""
+    """Reward model trained on pairs of a better and a worse answer (`reward.task` is pairs)."""
 
     kind = "pairs"
-    _documents = 2
+    _documents_per_loss = 2
 
     def format_problem(self, format: str) -> str | None:
         if format not in ("auto", "preference", "tokenized"):
@@ -180,10 +201,16 @@ class RewardPairsMethod(RewardMethod):
         return value, 0.0
 
     def _losses(self, scores: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """scores [documents, 1], targets [documents] -> losses [pairs], and sums over them."""
+        """Return the losses of pairs, [pairs], and totals over them.
+
+        Args:
+            scores: [documents, 1], the chosen and the rejected document of each pair in turn.
+            targets: The margin at each chosen document, [documents].
+        """
         chosen, rejected = scores.squeeze(1).unflatten(0, (-1, 2)).unbind(1)  # [pairs] each
         losses = -F.logsigmoid(chosen - rejected - targets.to(scores)[::2])
-        if coefficient := self.section.center_rewards_coefficient:
+        coefficient = self.section.center_rewards_coefficient
+        if coefficient:
             losses = losses + coefficient * (chosen + rejected).square()
         return losses, {
             "rewards_chosen": chosen.sum(),

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: the mean over the trained tokens of the global batch of a loss of their log-probability."""
+"""Supervised fine-tuning: the loss is a mean over the trained tokens of the global batch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -34,7 +34,10 @@ class Sft:
 
 
 class SftMethod(Method):
-    """loss = Σ `sft.loss`(log p(label)) ÷ trained tokens, both over the whole global batch."""
+    """Supervised fine-tuning.
+
+    loss = Σ `sft.loss`(log p(label)) ÷ trained tokens, both over the global batch.
+    """
 
     Section = Sft
     section: Sft
@@ -43,6 +46,7 @@ class SftMethod(Method):
     curves = MappingProxyType({**Method.curves, "token_accuracy": "token accuracy"})
 
     def image_problems(self) -> list[Problem]:
+        """Return no problem: rows may have images."""
         return []
 
     def problems(self) -> list[Problem]:
@@ -51,7 +55,8 @@ class SftMethod(Method):
         if section.loss not in LOSSES:
             hint = spelling.value_hint("sft.loss", section.loss, LOSSES)
             return [Problem("sft.loss", f"sft.loss={section.loss} is not a loss of tokens{hint}")]
-        named, errors = LOSSES[section.loss], []
+        named = LOSSES[section.loss]
+        errors = []
         for name, value in section.kwargs.items():
             key = f"sft.kwargs.{name}"
             allowed, sentence = RANGES.get(name, NUMBER)
@@ -68,23 +73,28 @@ class SftMethod(Method):
 
     @cached_property
     def _token_loss(self) -> partial[Tensor]:
+        """The loss of tokens with its options."""
         named = LOSSES[self.section.loss]
         return partial(getattr(weighted_sum, named.function), **{**named.options, **self.section.kwargs})
 
     def loss(
         self, source: LogprobSource, batch: Batch, global_seqs: Tensor, global_tokens: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Scalars: the share of the loss, and the sums of what the tokens lose, of trained tokens, and of those that
-        are the likeliest."""
+        """Compute the loss of a micro-batch.
+
+        Returns:
+            This micro-batch's part of the loss. And scalars: "lost", the sum of the tokens' losses, "trained", the
+            number of trained tokens, and "correct", the number of those that have the highest probability.
+        """
         total, correct = source.token_loss_sums(self._token_loss, label_smoothing=self.section.label_smoothing)
         trained = torch.full((), batch["label_index"].shape[0], device=total.device)
         return total / global_tokens, {"lost": total.detach(), "trained": trained, "correct": correct}
 
-    def train_metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """The share of trained tokens that the model finds likeliest."""
-        return {"token_accuracy": sums["correct"] / max(sums["trained"], 1)}
+    def train_metrics(self, totals: Mapping[str, float]) -> dict[str, float]:
+        """Return the share of trained tokens that have the model's highest probability."""
+        return {"token_accuracy": totals["correct"] / max(totals["trained"], 1)}
 
-    def val_metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """Means over every trained token of the set: summed over all batches and ranks, and divided once."""
-        count = max(sums["trained"], 1)
-        return {"val_loss": sums["lost"] / count, "val_token_accuracy": sums["correct"] / count}
+    def val_metrics(self, totals: Mapping[str, float]) -> dict[str, float]:
+        """Return means over all trained tokens of the validation set."""
+        count = max(totals["trained"], 1)
+        return {"val_loss": totals["lost"] / count, "val_token_accuracy": totals["correct"] / count}

@@ -320,6 +320,12 @@ def scale(adjust_lr_fn: str, rows: int, columns: int) -> float:
         adjust_lr_fn: "match_rms_adamw" makes the elements of an update as large as AdamW's. "original" is Jordan's.
         rows: Rows of the matrix.
         columns: Columns of the matrix.
+
+    Example:
+        >>> scale("match_rms_adamw", 1024, 4096)
+        12.8
+        >>> scale("original", 4096, 1024)
+        2.0
     """
     if adjust_lr_fn == "original":
         return math.sqrt(max(1.0, rows / columns))

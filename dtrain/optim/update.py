@@ -1,8 +1,8 @@
 """Parameter groups, learning-rate schedules, and the update of a step.
 
-`SCHEDULES` has the schedules by name; others are built by import path, or from stages. `Updater` is all that follows a
-step's backward: the gradient norm, clipping, the optimizer's step, and float16's loss scale. `policy/optimizer.py`
-builds the optimizer.
+`SCHEDULES` has the schedules by name. Others are built by import path, or from stages. `Updater` does everything that
+follows the backward of a step: the gradient norm, clipping, the optimizer's step, and the loss scale of float16.
+`policy/optimizer.py` builds the optimizer.
 """
 
 import importlib
@@ -28,57 +28,96 @@ from dtrain.parallel.placement import bytes_of, clip_grads_, grad_norm, local_te
 
 
 def parameter_groups(named_parameters: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict[str, Any]]:
-    """Return two groups: tensors of two or more dimensions, embeddings included, decay; the others, and biases of
-    stacks of experts, do not.
+    """Return parameter groups with and without weight decay.
 
-    Parameters that need no gradient are left out, and so is a group without parameters.
+    Tensors with two or more dimensions decay, embeddings included. Vectors do not, and neither do biases of stacks of
+    experts, which are matrices [experts, out].
+
+    Args:
+        named_parameters: Parameters by name. Those that need no gradient are left out.
+        weight_decay: Weight decay of the first group.
+
+    Returns:
+        Two groups, or fewer if one would be empty.
     """
     decaying: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
     for name, parameter in named_parameters:
-        if parameter.requires_grad:
-            (decaying if parameter.ndim >= 2 and not name.endswith(".bias") else others).append(parameter)
+        if not parameter.requires_grad:
+            continue
+        if parameter.ndim >= 2 and not name.endswith(".bias"):
+            decaying.append(parameter)
+        else:
+            others.append(parameter)
     groups = [{"params": decaying, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
+
+
+def _constant(progress: float) -> float:
+    return 1.0
 
 
 def _cosine(progress: float) -> float:
     return 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
-# Name → the factor between 1 and min_lr_ratio at `progress` (0 to 1) through the decay. Formulas: transformers'
-# get_constant_schedule_with_warmup, get_cosine_with_min_lr_schedule_with_warmup, get_linear_schedule_with_warmup (which
-# ends at 0; here at min_lr_ratio), get_wsd_schedule (whose decay is a cosine; its warm-up starts at 0 here).
+def _linear(progress: float) -> float:
+    return 1.0 - progress
+
+
+# The shape of the decay: from 1 at progress 0 to 0 at progress 1 (between `lr` and min_lr_ratio · `lr`). The formulas
+# are those of transformers: get_constant_schedule_with_warmup, get_cosine_with_min_lr_schedule_with_warmup,
+# get_linear_schedule_with_warmup (which ends at 0; here at min_lr_ratio), get_wsd_schedule (whose decay is a cosine;
+# its warm-up starts at 0 here).
 SCHEDULES: dict[str, Callable[[float], float]] = {
-    "constant": lambda progress: 1.0,
+    "constant": _constant,
     "cosine": _cosine,
-    "linear": lambda progress: 1.0 - progress,
+    "linear": _linear,
     "wsd": _cosine,
 }
-_WSD_DECAY_SHARE = 0.2  # of the steps, where `kwargs: {decay_steps: N}` does not say
+# Share of the steps that decay under "wsd", unless the section has `kwargs: {decay_steps: N}`.
+_WSD_DECAY_SHARE = 0.2
 
 
 def _factor(name: str, total_steps: int, warmup_steps: int, min_lr_ratio: float, decay_steps: int, step: int) -> float:
-    """Return the factor of the learning rate by the schedule `name` at `step`, counted from 0.
+    """Return the factor of the learning rate at a step.
 
-    Warm-up is step ÷ warmup_steps; then a plateau, where decay_steps leaves room for one; the decay would reach
-    min_lr_ratio at step = total_steps.
+    Warm-up, then a constant part if `decay_steps` leaves room for one, then the decay.
+
+    Example: 10 steps with 2 of warm-up and a linear decay to 0 over the last 4:
+        >>> [round(_factor("linear", 10, 2, 0.0, 4, step), 2) for step in range(10)]
+        [0.0, 0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 0.75, 0.5, 0.25]
+
+    Args:
+        name: A key of `SCHEDULES`.
+        total_steps: Step at which the decay would reach `min_lr_ratio`.
+        warmup_steps: Steps of warm-up, with the factor step / warmup_steps.
+        min_lr_ratio: Factor at the end.
+        decay_steps: Steps of the decay.
+        step: The step, counted from 0.
     """
     if step < warmup_steps:
         return step / warmup_steps
-    plateau_end = max(warmup_steps, total_steps - decay_steps)
-    if step < plateau_end or name == "constant":
+    decay_start = max(warmup_steps, total_steps - decay_steps)
+    if step < decay_start or name == "constant":
         return 1.0
-    progress = min(1.0, (step - plateau_end) / max(1, total_steps - plateau_end))
+    progress = min(1.0, (step - decay_start) / max(1, total_steps - decay_start))
     return max(0.0, SCHEDULES[name](progress) * (1.0 - min_lr_ratio) + min_lr_ratio)
 
 
 class Schedule:
-    """Schedule of learning rates by optimizer step. Its state is the number of steps taken, and nothing else.
+    """Schedule of learning rates by optimizer step.
 
-    make: builds the scheduler on an optimizer whose groups hold their base learning rates. Loading replays that many
-    steps on a fresh scheduler, so that one interface serves every class of torch's, whatever it keeps, and a recipe
-    changed in between counts as if it had been so from the start.
+    Its only state is the number of steps. Loading repeats that number of steps on a new scheduler. So every class of
+    torch's schedulers can be used, whatever its state, and a recipe that was changed in between counts as if it had
+    been so from the beginning.
+
+    Args:
+        optimizer: The optimizer, whose groups have their base learning rates.
+        make: Builds a scheduler for the optimizer.
+
+    Attributes:
+        steps: The number of steps so far.
     """
 
     def __init__(self, optimizer: Optimizer, make: Callable[[Optimizer], LRScheduler]):
@@ -88,6 +127,7 @@ class Schedule:
         self._restart()
 
     def _restart(self) -> None:
+        """Go back to step 0."""
         for group, lr in zip(self._optimizer.param_groups, self._base_lrs, strict=True):
             group["lr"] = lr
             group.pop("initial_lr", None)
@@ -95,7 +135,7 @@ class Schedule:
         self.steps = 0
 
     def step(self) -> None:
-        """Go to the next step; called once after each optimizer step (also after one that was skipped)."""
+        """Go to the next step. Called once after each optimizer step, also after a skipped one."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*before.*optimizer.step")
             self._scheduler.step()
@@ -106,6 +146,7 @@ class Schedule:
         return [float(group["lr"]) for group in self._optimizer.param_groups]
 
     def state_dict(self) -> dict[str, int]:
+        """Return the number of steps."""
         return {"steps": self.steps}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
@@ -116,21 +157,26 @@ class Schedule:
 
 
 def build_scheduler(section, optimizer: Optimizer, total_steps: int) -> Schedule:
-    """Return the schedule of a recipe's `scheduler` section, or of a list of them, over `total_steps` optimizer steps.
+    """Build the schedule of a recipe.
 
-    `name` is a key of `SCHEDULES`, or the import path of one of torch's schedulers or of any callable
-    `(optimizer, **kwargs) -> LRScheduler`. In a list each stage counts its own steps from 0 over `steps` steps (the
-    last one may leave them out and take the rest), which makes the milestones of torch's SequentialLR.
+    Args:
+        section: The `scheduler` section, or a list of them, which are stages. `name` is a key of `SCHEDULES`, or the
+            import path of one of torch's schedulers or any callable `(optimizer, **kwargs) -> LRScheduler`. Each stage
+            counts its own steps from 0 over `steps` steps. The last stage may leave `steps` out, and then has the rest.
+        optimizer: The optimizer.
+        total_steps: The number of optimizer steps.
 
-    Raises UserError: an unknown name, a path that does not import, arguments refused, a scheduler that needs a metric,
-    stages without steps.
+    Raises:
+        UserError: If a name is unknown or cannot be imported, arguments are refused, a scheduler needs a metric, or a
+            stage has no steps.
     """
     if not isinstance(section, (list, tuple)):
         return Schedule(optimizer, _maker(section, total_steps, "scheduler"))
     lengths = stage_lengths([stage.steps for stage in section], total_steps)
-    stages = enumerate(zip(section, lengths, strict=True))
-    makers = [_maker(stage, length, f"scheduler[{index}]") for index, (stage, length) in stages]
-    milestones = list(accumulate(lengths[:-1]))
+    makers = []
+    for index, (stage, length) in enumerate(zip(section, lengths, strict=True)):
+        makers.append(_maker(stage, length, f"scheduler[{index}]"))
+    milestones = list(accumulate(lengths[:-1]))  # steps at which a stage ends, as torch's SequentialLR has them
 
     def sequence(optimizer: Optimizer) -> LRScheduler:
         schedulers = [make(optimizer) for make in makers]
@@ -140,7 +186,19 @@ def build_scheduler(section, optimizer: Optimizer, total_steps: int) -> Schedule
 
 
 def stage_lengths(steps: list[int | None], total_steps: int) -> list[int]:
-    """Return the optimizer steps of each stage; None, allowed in the last one, takes the rest (at least one)."""
+    """Return the optimizer steps of each stage.
+
+    Args:
+        steps: Steps of each stage in the recipe. None, allowed in the last one, means the rest, and at least one.
+        total_steps: The number of optimizer steps.
+
+    Raises:
+        UserError: If there are no stages, a stage has no steps, or only a stage before the last one has None.
+
+    Example:
+        >>> stage_lengths([100, 300, None], 1000)
+        [100, 300, 600]
+    """
     if not steps:
         raise UserError("scheduler: [] has no stages; give a list of stages with steps, or one schedule")
     for index, length in enumerate(steps):
@@ -148,11 +206,15 @@ def stage_lengths(steps: list[int | None], total_steps: int) -> list[int]:
             raise UserError(f"scheduler[{index}].steps is missing: only the last stage may leave its steps out")
         if length is not None and length < 1:
             raise UserError(f"scheduler[{index}].steps={length} must be at least 1")
-    known = sum(length for length in steps if length is not None)
-    return [max(1, total_steps - known) if length is None else length for length in steps]
+    *first_lengths, last_length = steps
+    lengths = [length for length in first_lengths if length is not None]  # none of them is None here
+    if last_length is None:
+        last_length = max(1, total_steps - sum(lengths))
+    return [*lengths, last_length]
 
 
 def _maker(section, total_steps: int, key: str) -> Callable[[Optimizer], LRScheduler]:
+    """Return a function that builds the scheduler of one section, whose key in the recipe is `key`."""
     kwargs = dict(section.kwargs or {})
     if section.name not in SCHEDULES:
         target = import_named(section.name, f"{key}.name", SCHEDULES)
@@ -163,20 +225,20 @@ def _maker(section, total_steps: int, key: str) -> Callable[[Optimizer], LRSched
         decay_steps = kwargs.pop("decay_steps", None) or max(1, round(_WSD_DECAY_SHARE * total_steps))
     if kwargs:
         raise UserError(f"{key}.kwargs: {section.name} does not know {', '.join(map(str, kwargs))}")
-    at = partial(_factor, section.name, total_steps, warmup, section.min_lr_ratio, decay_steps)
-    return lambda optimizer: LambdaLR(optimizer, at)
+    factor_at = partial(_factor, section.name, total_steps, warmup, section.min_lr_ratio, decay_steps)
+    return lambda optimizer: LambdaLR(optimizer, factor_at)
 
 
 def _construct(optimizer: Optimizer, target: Callable, name: str, kwargs: dict, key: str) -> LRScheduler:
+    """Build an imported scheduler. Raises UserError if it refuses its arguments, or its `step` needs any."""
     try:
         scheduler = target(optimizer, **kwargs)
     except (TypeError, ValueError) as error:
         raise UserError(f"{key}.name={name} refuses its settings: {error}. See {key}.kwargs") from error
-    required = [
-        parameter.name
-        for parameter in inspect.signature(scheduler.step).parameters.values()
-        if parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
-    ]
+    required = []
+    for parameter in inspect.signature(scheduler.step).parameters.values():
+        if parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD:
+            required.append(parameter.name)
     if required:
         raise UserError(
             f"{key}.name={name} needs {', '.join(required)} at every step, which the training loop does not have; "
@@ -214,8 +276,14 @@ def import_named(path: str, key: str, names: Iterable[str]) -> Any:
 class LossScale:
     """Dynamic loss scaling for float16 (Micikevicius et al., arXiv:1710.03740, section 3.2).
 
-    Halved when the global gradient norm is not finite, doubled after `growth_interval` finite steps. The norm is the
-    same on every rank, so the scale is too.
+    The loss is multiplied by the scale before the backward, so that small gradients do not become 0 in float16. The
+    scale is halved when the global gradient norm is not finite, and doubled after `growth_interval` finite steps. The
+    norm is the same on every rank, so the scale is, too.
+
+    Attributes:
+        scale: The scale.
+        growth_interval: Finite steps after which it is doubled.
+        finite_steps: Finite steps since it was changed.
     """
 
     scale: float = 2.0**16
@@ -223,6 +291,11 @@ class LossScale:
     finite_steps: int = 0
 
     def update(self, finite: bool) -> None:
+        """Adapt the scale after a step.
+
+        Args:
+            finite: Whether the gradient norm was finite.
+        """
         self.finite_steps = self.finite_steps + 1 if finite else 0
         if not finite:
             self.scale = max(self.scale / 2, 1.0)
@@ -230,9 +303,11 @@ class LossScale:
             self.scale, self.finite_steps = self.scale * 2, 0
 
     def state_dict(self) -> dict[str, float]:
+        """Return the state to save."""
         return {"scale": self.scale, "finite_steps": self.finite_steps}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
+        """Continue from a saved state."""
         self.scale, self.finite_steps = state["scale"], int(state["finite_steps"])
 
 
@@ -304,27 +379,37 @@ class Updater:
     def _state_is_on_host(self) -> bool:
         return isinstance(self.optimizer, ShardOptimizer) and self.optimizer.state_is_on_host
 
-    def update(self, sums: Tensor) -> tuple[float, Tensor]:
-        """Clip, step, clear, and go on in the schedule. Returns the norm before clipping, and `sums` on the host.
+    def update(self, totals: Tensor) -> tuple[float, Tensor]:
+        """Clip the gradients, step the optimizer, clear the gradients, and advance the schedule.
 
-        sums: float64 [n] of the step, read with the norm, so that the host waits once for the device.
+        If the gradient norm is not finite, weights and optimizer state stay as they are. A loss scale is then halved.
+        Without one, or if it is already 1, the step is skipped, at most `skip_nonfinite` times in a row.
 
-        A norm that is not finite leaves weights and optimizer as they are: with a loss scale the scale falls; otherwise
-        it is skipped up to `skip_nonfinite` times in a row, and then a UserError names the parameters.
-        One all-reduce of a scalar.
+        Args:
+            totals: Totals of the step, float64 [n]. They are read together with the norm, so that the host waits once
+                for the device.
+
+        Returns:
+            The gradient norm before clipping, and `totals` on the host.
+
+        Raises:
+            UserError: If too many norms in a row are not finite. It names the parameters.
+
+        Collectives:
+            One all-reduce of a scalar, and those of the optimizer's step.
         """
         parameters = list(self.model.parameters())
         if self.loss_scale is not None:
             scale_grads_(parameters, 1.0 / self.loss_scale.scale)
         norm = grad_norm(parameters)
-        read = torch.cat([norm.detach().to(sums)[None], sums]).cpu()
-        value = read[0].item()
-        finite = math.isfinite(value)
-        can_fall = self.loss_scale is not None and self.loss_scale.scale > 1.0
-        self.skipped_in_row = 0 if finite or can_fall else self.skipped_in_row + 1
+        on_host = torch.cat([norm.detach().to(totals)[None], totals]).cpu()
+        norm_value = on_host[0].item()
+        finite = math.isfinite(norm_value)
+        can_halve_scale = self.loss_scale is not None and self.loss_scale.scale > 1.0
+        self.skipped_in_row = 0 if finite or can_halve_scale else self.skipped_in_row + 1
         if self.skipped_in_row > self.skip_nonfinite:
-            raise UserError(self._nonfinite_message(value))
-        if self.loss_scale is not None and (finite or can_fall):
+            raise UserError(self._nonfinite_message(norm_value))
+        if self.loss_scale is not None and (finite or can_halve_scale):
             self.loss_scale.update(finite)
         if finite:
             if self.max_grad_norm is not None:
@@ -334,18 +419,22 @@ class Updater:
         for parameter in self.local_shards:
             parameter.grad = None
         self.scheduler.step()
-        return value, read[1:]
+        return norm_value, on_host[1:]
 
     def _step(self) -> None:
-        """Step the optimizer, with the gradients of the local shards if it has these."""
+        """Step the optimizer. If it steps local shards, these get the local gradients of their parameters."""
         for parameter, shard in self.local_shards.items():
             shard.grad = None if parameter.grad is None else local_tensor(parameter.grad)
         self.optimizer.step()
 
     def _nonfinite_message(self, norm: float) -> str:
+        """Return the error text for a norm that is not finite."""
         names = nonfinite_names(self.model.named_parameters())
-        shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-        where = f"in the gradients of {shown}" if names else "in gradients on another rank, or their norm overflows"
+        where = "in gradients on another rank, or their norm overflows"
+        if names:
+            where = f"in the gradients of {', '.join(names[:5])}"
+            if len(names) > 5:
+                where += f" and {len(names) - 5} more"
         return (
             f"the gradient norm is {norm}: the first non-finite values are {where}. The weights were not touched and "
             "the last checkpoint stands. Lower optimizer.lr, look at the data of this step, or let up to N such steps "

@@ -1,13 +1,16 @@
-"""Meshes, placements, FSDP and gradients: how one model lies on many ranks. README.md explains the meshes.
+"""How one model is distributed over many ranks: meshes, tensor parallel, FSDP, experts, context parallel, gradients.
 
-mesh                     the device mesh and the process groups; a rank's facts about itself
-fits                     which tp sizes a model allows
-tensor, apply            tensor parallel: styles, a plan of them applied
-experts                  where experts lie, and how tokens reach them
-fsdp, placement          FSDP2; which slice a rank holds; the norm of a gradient in such slices
-collectives              collectives with derivatives
-context                  context parallel: layout, batches, contexts
-parallelize              models on a user's own meshes, under NeMo-RL's names
+README.md explains the dimensions of the mesh.
+
+mesh                     the device mesh, process groups, and `Runtime`, which tells a rank about itself
+size_checks              the tp and ep sizes that a model allows
+tensor, apply            tensor-parallel styles; application of a plan, which is a table of them
+experts                  expert parallel: distribution of experts, and exchange of tokens
+fsdp                     FSDP2: units, gathering, gradient reduction
+placement                the slice of a parameter that a rank stores; gradient norm and clipping
+collectives              differentiable collectives
+context                  context parallel: layout of sequences, batches, contexts
+parallelize              NeMo-RL's functions, for models on a user's own meshes
 """
 
 from dtrain.parallel.parallelize import (

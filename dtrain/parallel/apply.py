@@ -1,12 +1,22 @@
-"""Apply a plan: a table of module pattern → style, over a model's modules, ties kept and nothing left half placed."""
+"""Application of a tensor-parallel plan: a table from patterns of module names to styles.
+
+Example of a plan for a Llama layer (`models` has the plan of each family):
+
+    model.layers.*.self_attn            block            hidden states enter here, once for q, k and v
+    model.layers.*.self_attn.q_proj     colwise
+    model.layers.*.self_attn.o_proj     rowwise          partial sums leave here
+
+`apply_plan` shards a model by its plan. It checks first that the styles fit each other, because many wrong plans would
+run without an error and give wrong gradients.
+"""
 
 import inspect
 import re
 from collections import Counter
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from importlib import import_module
-from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -24,12 +34,21 @@ from dtrain.parallel.tensor import (
     replicated,
 )
 
-Plan = Mapping[str, str | Style | ParallelStyle]
+AnyStyle = str | Style | ParallelStyle
+Plan = Mapping[str, AnyStyle]
 
 
 def find_plan(custom: str | Plan | None, model: ParallelModel) -> Plan:
-    """The model's own plan, or what replaces it: a table, or the import path of a table or of a function that returns
-    one, called with the model or without arguments. Raises UserError."""
+    """Return the plan that a recipe selects.
+
+    Args:
+        custom: None for the model's own plan, a plan, or the import path of a plan or of a function that returns one.
+            The function is called with the model if it has a parameter.
+        model: The model.
+
+    Raises:
+        UserError: If the path cannot be imported, or is no plan.
+    """
     if custom is None:
         return model.plan
     if not isinstance(custom, str):
@@ -49,138 +68,230 @@ def find_plan(custom: str | Plan | None, model: ParallelModel) -> Plan:
 
 
 def apply_plan(model: ParallelModel, mesh: DeviceMesh, plan: Plan, *, sequence_parallel: bool) -> None:
-    """Put `model` on the one-dimensional tp `mesh` by `plan`. No collective.
+    """Shard `model` in place over the tp ranks. No collective.
 
-    A pattern names modules as `named_modules` does; `*` stands for any part. A style is a name of `tensor.STYLES`, a
-    function (module, TensorParallel) or one of torch's ParallelStyle objects. Where several patterns match a module,
-    the last one counts; where none does, it is replicated. Parameters shared before are shared after.
+    Modules that no pattern matches are replicated. Parameters that were shared before are shared afterwards.
 
-    Raises UserError for a pattern that matches no module, a style that is not known, and named styles that do not go
-    together: they would train wrong numbers. Functions and torch's objects answer for themselves, but not for an
-    adapter's matrices, which they do not know.
+    Functions and torch's ParallelStyle objects are not checked, except that they must not be used on a layer with an
+    adapter, whose matrices they do not know.
+
+    Args:
+        model: The model, whose parameters are the same on every rank.
+        mesh: The tp ranks, one dimension.
+        plan: From patterns of module names (`*` matches any part of a name) to styles. A style is a name in
+            `tensor.STYLES`, a function (module, TensorParallel), or one of torch's ParallelStyle objects. If several
+            patterns match a module, the last one counts.
+        sequence_parallel: Whether activations between blocks are sharded along the sequence.
+
+    Raises:
+        UserError: If a pattern matches no module, a style is unknown, or named styles do not fit each other.
     """
     tp = TensorParallel(mesh, sequence_parallel, model.config.num_key_value_heads)
-    modules, tied = dict(model.named_modules()), _tied_parameters(model)
+    modules = dict(model.named_modules())
+    tied = _tied_parameters(model)
     styles = match_styles(model, plan, sequence_parallel=sequence_parallel)
     for name, style in styles.items():
         if isinstance(style, ParallelStyle):
             style._apply(modules[name], mesh)
+        elif isinstance(style, str):
+            STYLES[style](modules[name], tp)
         else:
-            (STYLES[style] if isinstance(style, str) else style)(modules[name], tp)
+            style(modules[name], tp)
     for name, module in modules.items():
         if name not in styles and isinstance(module, LocalParameters):
             replicated(module, tp)
+    # Styles have made a separate DTensor in each module that shares a parameter.
     for (first, name), *others in tied:
         for module, other in others:
             module._parameters[other] = first._parameters[name]
 
 
-def match_styles(
-    model: ParallelModel, plan: Plan, *, sequence_parallel: bool
-) -> dict[str, Style | str | ParallelStyle]:
-    """The style of each module that `plan` names. Raises UserError as `apply_plan` does; the model stays as it is."""
+def match_styles(model: ParallelModel, plan: Plan, *, sequence_parallel: bool) -> dict[str, AnyStyle]:
+    """Return the style of each module that a plan matches, by module name. The model is not changed.
+
+    Raises:
+        UserError: As in `apply_plan`.
+    """
     modules = dict(model.named_modules())
-    matched = {name: [pattern for pattern in plan if fnmatchcase(name, pattern)] for name in modules}
+    styles: dict[str, AnyStyle] = {}
+    used_patterns = set()
+    for name in modules:
+        patterns = [pattern for pattern in plan if fnmatchcase(name, pattern)]
+        used_patterns.update(patterns)
+        if patterns:
+            styles[name] = plan[patterns[-1]]
+
     problems = []
     for pattern, style in plan.items():
         if isinstance(style, str) and style not in STYLES:
             problems.append(f"{pattern}: there is no style {style!r}; there are {', '.join(STYLES)}")
-        if not any(pattern in patterns for patterns in matched.values()):
+        if pattern not in used_patterns:
             problems.append(f"{pattern}: matches no module of the model")
-    styles = {name: plan[patterns[-1]] for name, patterns in matched.items() if patterns}
-    contradictions = _contradictions(modules, styles, _tied_parameters(model), sequence_parallel)
-    problems = problems or _by_layers(contradictions, modules)
+    if not problems:  # the other checks need known styles
+        problems = _merge_layers(_PlanCheck.of(model, styles, sequence_parallel).problems(), modules)
     if problems:
         raise UserError("the tensor-parallel plan does not fit the model:\n  " + "\n  ".join(problems))
     return styles
 
 
-def style_name(style: str | Style | ParallelStyle) -> str:
-    """A style's name, or that of its function or class."""
-    return style if isinstance(style, str) else getattr(style, "__qualname__", type(style).__name__)
+def style_name(style: AnyStyle) -> str:
+    """Return the name of a style, or that of its function or class."""
+    if isinstance(style, str):
+        return style
+    return getattr(style, "__qualname__", type(style).__name__)
 
 
 _BLOCKS = ("block", "within")
 _IN_BLOCK = {"colwise", "colwise_kv", "rowwise", "rowwise_within", "head_norm", "heads", "latent", "router", "within"}
-_JOINING = ("rowwise", "rowwise_within", "expert_rowwise")
+_SUMMING = ("rowwise", "rowwise_within", "expert_rowwise")  # styles whose layers sum what the ranks of a block compute
 
 
-def _contradictions(
-    modules: dict[str, nn.Module],
-    styles: dict[str, Any],
-    tied: list[list[tuple[nn.Module, str]]],
-    sequence_parallel: bool,
-) -> list[str]:
-    """Return what named styles need of one another and lack; a table that breaks it runs, and gives wrong gradients. A
-    style without a name may be what another needs."""
-    named = {style for style in styles.values() if isinstance(style, str)}
-    unnamed = {name for name, style in styles.items() if not isinstance(style, str)}
-    cut = sequence_parallel and (named or not unnamed)
-    problems = []
-    for name, style in styles.items():
-        kind = STYLE_MODULES.get(style, LocalParameters) if name not in unnamed else nn.Module
-        if not isinstance(modules[name], kind):
-            class_name = type(modules[name]).__name__
-            problems.append(
-                f"{name}: {style} is a style of a {kind.__name__} ({kind.__module__}), and this is a {class_name}"
-            )
-    for name in unnamed:
-        if styles[name] not in STYLES.values() and any(key.startswith("lora_") for key in modules[name]._parameters):
-            problems.append(
-                f"{name}: {style_name(styles[name])} does not know the adapter beside this layer; give it a named "
-                f"style ({', '.join(STYLES)}), or name the layer in lora.exclude"
-            )
-    for name, module in modules.items():
-        style, parent = styles.get(name), name.rpartition(".")[0]
-        in_block = styles.get(parent) in (*_BLOCKS, "router")
-        if name not in unnamed and style in _IN_BLOCK and not in_block and parent not in unnamed:
+@dataclass
+class _PlanCheck:
+    """Check whether the named styles of a plan fit each other.
+
+    A plan that fails it would run and give wrong gradients. A style without a name (a function or an object of torch's)
+    may do anything, so modules next to it are not reported for lack of a style that it may replace.
+
+    Attributes:
+        modules: Modules of the model by name.
+        styles: Style of each matched module by name.
+        tied: Places of each shared parameter, as modules and names of parameters.
+        is_sharding_sequence: Whether sequence parallel shards what modules outside of blocks read.
+        unnamed: Names of the modules whose style has no name.
+    """
+
+    modules: dict[str, nn.Module]
+    styles: dict[str, AnyStyle]
+    tied: list[list[tuple[nn.Module, str]]]
+    is_sharding_sequence: bool
+    unnamed: set[str]
+
+    @classmethod
+    def of(cls, model: ParallelModel, styles: dict[str, AnyStyle], sequence_parallel: bool) -> "_PlanCheck":
+        unnamed = {name for name, style in styles.items() if not isinstance(style, str)}
+        has_named = len(unnamed) < len(styles)
+        # A plan without any named style shards the sequence by its own means.
+        is_sharding_sequence = sequence_parallel and (has_named or not unnamed)
+        return cls(dict(model.named_modules()), styles, _tied_parameters(model), is_sharding_sequence, unnamed)
+
+    def problems(self) -> list[str]:
+        """Return the problems of the plan, one line each."""
+        problems = self._wrong_classes() + self._unknown_adapters()
+        for name, module in self.modules.items():
+            problems += self._problems_of_module(name, module)
+        return problems + self._problems_of_ends() + self._problems_of_ties()
+
+    def _wrong_classes(self) -> list[str]:
+        """Check that modules have the class that their style needs."""
+        problems = []
+        for name, style in self.styles.items():
+            if not isinstance(style, str):
+                continue
+            needed = STYLE_MODULES.get(style, LocalParameters)
+            if not isinstance(self.modules[name], needed):
+                problems.append(
+                    f"{name}: {style} is a style of a {needed.__name__} ({needed.__module__}), and this is a "
+                    f"{type(self.modules[name]).__name__}"
+                )
+        return problems
+
+    def _unknown_adapters(self) -> list[str]:
+        """Check that layers with an adapter have a style that knows adapters."""
+        problems = []
+        for name, style in self.styles.items():
+            if isinstance(style, str) or style in STYLES.values():
+                continue
+            if any(key.startswith("lora_") for key in self.modules[name]._parameters):
+                problems.append(
+                    f"{name}: {style_name(style)} does not know the adapter of this layer; give it a named style "
+                    f"({', '.join(STYLES)}), or name the layer in lora.exclude"
+                )
+        return problems
+
+    def _problems_of_module(self, name: str, module: nn.Module) -> list[str]:
+        """Check a module's style against that of its parent, and a block against the layers inside."""
+        problems = []
+        style = self.styles.get(name)
+        parent = name.rpartition(".")[0]
+        is_in_block = self.styles.get(parent) in (*_BLOCKS, "router")
+        if name not in self.unnamed and style in _IN_BLOCK and not is_in_block and parent not in self.unnamed:
             problems.append(f"{name}: {style} needs the style block on {parent}")
-        if name not in unnamed and style not in (None, *_IN_BLOCK) and in_block:
+        if name not in self.unnamed and style not in (None, *_IN_BLOCK) and is_in_block:
             problems.append(f"{name}: {style} is no style of a layer in a block, and {parent} is one")
-        if module._parameters and style is None and (in_block or cut):
-            reading = "sequence parallel cuts what it reads; give it one, or set parallel.sequence_parallel=false"
-            problems.append(f"{name}: has no style, and {f'{parent} is a block' if in_block else reading}")
-        inside = {other for other in styles if other.startswith(f"{name}.")}
-        joining = {other for other in inside if styles[other] in _JOINING}
-        if style in _BLOCKS and not (inside & unnamed or joining):
-            problems.append(f"{name}: a block needs a rowwise layer, which sums what its ranks computed")
-    # Functions on an embedding, the head or the whole decoder may cut or join a sequence or vocabulary themselves.
-    if not any(isinstance(modules[name], nn.Embedding | Stack) or "." not in name for name in unnamed):
-        if bool({"vocab_head", "score_head"} & named) != ("decoder" in named):
+        if module._parameters and style is None:
+            if is_in_block:
+                problems.append(f"{name}: has no style, and {parent} is a block")
+            elif self.is_sharding_sequence:
+                problems.append(
+                    f"{name}: has no style, and sequence parallel cuts what it reads; give it one, or set "
+                    "parallel.sequence_parallel=false"
+                )
+        if style in _BLOCKS:
+            inner = [other for other in self.styles if other.startswith(f"{name}.")]
+            has_sum = any(other in self.unnamed or self.styles[other] in _SUMMING for other in inner)
+            if not has_sum:
+                problems.append(f"{name}: a block needs a rowwise layer, which sums what its ranks computed")
+        return problems
+
+    def _problems_of_ends(self) -> list[str]:
+        """Check that embedding, decoder and head have styles that go together."""
+        # A function on an embedding, the head or the full decoder may shard or gather a sequence or vocabulary itself.
+        for name in self.unnamed:
+            if isinstance(self.modules[name], nn.Embedding | Stack) or "." not in name:
+                return []
+        named = {style for style in self.styles.values() if isinstance(style, str)}
+        has_head = "vocab_head" in named or "score_head" in named
+        problems = []
+        if has_head != ("decoder" in named):
             problems.append(
                 "vocab_head and decoder go together: the head's ranks hand the decoder parts of its gradient"
             )
-        if cut and not {"decoder", "vocab_embedding"} <= named:
-            needed = "the styles decoder and vocab_embedding, which cut and join it"
-            problems.append(f"sequence parallel needs {needed}; give them, or set parallel.sequence_parallel=false")
-    names = {module: name for name, module in modules.items()}
-    for places in tied:
-        sharing = [names[module] for module, _ in places]
-        if len({name in styles for name in sharing}) > 1:
-            problems.append(f"{' and '.join(sharing)} share a parameter: both have a style, or neither")
-    return problems
+        if self.is_sharding_sequence and not {"decoder", "vocab_embedding"} <= named:
+            problems.append(
+                "sequence parallel needs the styles decoder and vocab_embedding, which cut and join it; give them, or "
+                "set parallel.sequence_parallel=false"
+            )
+        return problems
+
+    def _problems_of_ties(self) -> list[str]:
+        """Check that all modules which share a parameter have a style, or none has."""
+        names = {module: name for name, module in self.modules.items()}
+        problems = []
+        for places in self.tied:
+            sharing = [names[module] for module, _ in places]
+            num_styled = sum(name in self.styles for name in sharing)
+            if num_styled not in (0, len(sharing)):
+                problems.append(f"{' and '.join(sharing)} share a parameter: both have a style, or neither")
+        return problems
 
 
-def _by_layers(problems: list[str], modules: Collection[str]) -> list[str]:
-    """A problem that every layer has alike once, the layer's number written `*`; the others as they are."""
-
-    def any_layer(text: str) -> str:
-        return re.sub(r"\.\d+(?=[.: ]|$)", ".*", text)
-
-    names = Counter(map(any_layer, modules))
-    alike: dict[str, list[str]] = {}
+def _merge_layers(problems: list[str], modules: Collection[str]) -> list[str]:
+    """Merge problems that every layer has into one line, in which `*` replaces the layer's number."""
+    num_modules = Counter(_without_layer_number(name) for name in modules)
+    groups: dict[str, list[str]] = {}
     for problem in problems:
-        alike.setdefault(any_layer(problem), []).append(problem)
+        groups.setdefault(_without_layer_number(problem), []).append(problem)
     lines = []
-    for general, members in alike.items():
-        lines += [general] if len(members) == names[general.partition(":")[0]] else members
+    for general, members in groups.items():
+        pattern = general.partition(":")[0]
+        if len(members) == num_modules[pattern]:
+            lines.append(general)
+        else:
+            lines += members
     return lines
 
 
+def _without_layer_number(text: str) -> str:
+    """Replace numbers in module names by `*`, for example layers.3.mlp by layers.*.mlp."""
+    return re.sub(r"\.\d+(?=[.: ]|$)", ".*", text)
+
+
 def _tied_parameters(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    """Return the places of each parameter that several modules share: the modules, and its name in each."""
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 places.setdefault(id(parameter), []).append((module, name))
-    return [names for names in places.values() if len(names) > 1]
+    return [tied for tied in places.values() if len(tied) > 1]

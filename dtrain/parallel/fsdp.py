@@ -1,8 +1,27 @@
-"""FSDP2 over a decoder, and the only place that knows FSDP.
+"""FSDP2 over a decoder. This is the only module that knows FSDP.
 
-`shard_model` decides which modules form one unit, in which dtypes, and that gradients are summed (never averaged).
-`Sharding` is what the rest of dtrain uses afterwards: it gathers and frees weights, and decides when gradients are
-reduced.
+`shard_model` decides which modules form one unit, in which dtypes, and that gradients are summed. `Sharding` is what
+the rest of dtrain uses afterwards: it gathers and frees weights, and decides when gradients are reduced.
+
+A unit is a module whose weights FSDP gathers in one all-gather. Example: 3 layers, an embedding that is not tied to the
+head, over 2 ranks. By default one step with one micro-batch does this (U is the root with the last norm):
+
+    forward     all-gather U, embedding, layer 0, layer 1, layer 2, head     (each starts while the one before computes)
+                the embedding, layer 0 and layer 1 are freed after their forward
+                layer 2, the head and U stay gathered, because the backward begins with them
+    backward    all-gather layer 1, layer 0     (an embedding's backward reads only ids, not the weight)
+                reduce-scatter of each unit's gradients, right after its backward
+
+Gradient reduction: each rank has the gradient of its own tokens for every element of a unit. The reduce-scatter adds
+the ranks' gradients, and leaves each rank the sum for its own shard. Under HSDP an all-reduce over the replicas
+follows. Example with a weight of 4 elements on 2 ranks:
+
+    gradient on rank 0   [1, 2, 3, 4]                  shard of rank 0 after the reduction   [11, 22]
+    gradient on rank 1   [10, 20, 30, 40]              shard of rank 1                       [33, 44]
+
+FSDP's default would divide these sums by 2. dtrain sets the divisor to 1, because each rank has already divided its
+loss by the number of tokens in the global batch. With several micro-batches, gradients are added on each rank, and
+reduced once after the last backward (`Sharding.sync_gradients`).
 """
 
 from collections.abc import Callable, Iterator
@@ -31,41 +50,47 @@ from dtrain.parallel.tensor import ParallelModel, ScoreHead, VocabEmbedding, ful
 
 
 class _Unit(FSDPModule):
+    """FSDP unit that `shard_model` has made."""
+
     reshards_after_forward: bool
 
 
 class MasterTensor(Tensor):
-    """Local tensor of a parameter of which FSDP gathers a rounded copy (`memory.host_masters`).
+    """Local shard of a parameter in host memory, of which FSDP gathers a rounded copy (`memory.host_masters`).
 
     Attributes:
-        rounded: The copy, [rows, ..], filled up with rows to the size of the largest rank's shard.
+        rounded: The copy on the device, [rows, ..], padded with rows to the size of the largest rank's shard.
     """
 
     rounded: Tensor
 
     def refresh(self) -> None:
-        """Round the copy anew, after this tensor was written."""
+        """Round the copy again, after this tensor was written."""
         raise NotImplementedError
 
 
 def get_host_masters(model: nn.Module) -> list[MasterTensor]:
-    """Return the local tensors of `model` of which FSDP gathers rounded copies."""
+    """Return the local shards of `model` that are in host memory and have a rounded copy on the device."""
     local_tensors = [local_tensor(parameter) for parameter in model.parameters()]
     return [tensor for tensor in local_tensors if isinstance(tensor, MasterTensor)]
 
 
 def get_device_parameter(parameter: Tensor) -> Tensor:
-    """Return `parameter` [..], or the device's rounded copy of its shard if the parameter is in host memory."""
+    """Return `parameter`, or the rounded copy of its local shard if the shard is in host memory."""
     local = local_tensor(parameter)
     return local.rounded if isinstance(local, MasterTensor) else parameter
 
 
 @dataclass(frozen=True)
 class FsdpUnits:
-    """The modules of a model that FSDP gathers each by itself, without those within them that are units too.
+    """The modules of a model that are FSDP units. A unit inside another one is gathered separately.
 
-    exact: those that keep their precision. lookups: embeddings that are not tied to the head. tower: layers of a vision
-    tower. layers: of the decoder. ends: the head where it is no part of the root, and the root.
+    Attributes:
+        exact: Modules that compute in float32 at least (`LocalParameters.keeps_full_precision`).
+        lookups: Embeddings that are not tied to the head.
+        tower: Layers of a vision tower.
+        layers: Layers of the decoder.
+        ends: The head, unless it is part of the root, and the root.
     """
 
     exact: list[nn.Module]
@@ -75,7 +100,11 @@ class FsdpUnits:
     ends: list[nn.Module]
 
     def regathered_in_backward(self, reshard_after_forward: bool | str) -> list[nn.Module]:
-        """Return the units that the forward gives back and the backward gathers once more."""
+        """Return the units that are freed after their forward and gathered again for their backward.
+
+        Args:
+            reshard_after_forward: As in `shard_model`.
+        """
         if reshard_after_forward is False:
             return []
         if reshard_after_forward is True:
@@ -83,35 +112,48 @@ class FsdpUnits:
         return [*self.tower, *self.layers[:-1]]
 
     def parameters(self) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
-        """Yield each unit with the parameters that it gathers."""
+        """Yield each unit with the parameters that it gathers, inner units before the root that contains them."""
         seen = set[nn.Parameter]()
         for unit in (*self.exact, *self.lookups, *self.tower, *self.layers, *self.ends):
-            own = [parameter for parameter in unit.parameters() if parameter not in seen]
-            seen.update(own)
-            yield unit, own
+            unit_parameters = [parameter for parameter in unit.parameters() if parameter not in seen]
+            seen.update(unit_parameters)
+            yield unit, unit_parameters
 
 
 def get_fsdp_units(model: ParallelModel) -> FsdpUnits:
-    """Return the units of `model`: every decoder layer, an embedding and the head each where they are not tied to each
-    other, and the root of what is left: the last norm, with a tied pair or a classifier's small head."""
+    """Return the modules of `model` that become FSDP units.
+
+    These are every decoder layer, and the embedding and the head separately unless they are tied. The root has the
+    rest: the last norm, and a tied pair or the small head of a classifier.
+    """
     head = model.head
     embeddings = [module for module in model.modules() if isinstance(module, VocabEmbedding)]
     lookups: list[nn.Module] = [embedding for embedding in embeddings if embedding.weight is not head.weight]
-    is_in_root = len(lookups) < len(embeddings) or isinstance(head, ScoreHead)
-    # A module that has buffers only is of no concern to FSDP.
-    exact = (module for module in full_precision_modules(model).values() if any(True for _ in module.parameters()))
+    is_head_tied = len(lookups) < len(embeddings)
+    exact: list[nn.Module] = []
+    for module in full_precision_modules(model).values():
+        has_parameters = any(True for _ in module.parameters())
+        if has_parameters:  # FSDP ignores buffers
+            exact.append(module)
     return FsdpUnits(
-        exact=list(exact),
+        exact=exact,
         lookups=lookups,
         tower=list(model.model.vision_layers),
         layers=list(model.model.layers),
-        ends=[model] if is_in_root else [head, model],
+        ends=[model] if is_head_tied or isinstance(head, ScoreHead) else [head, model],
     )
 
 
 def mixed_precision(compute_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None) -> MixedPrecisionPolicy:
-    """Return FSDP's policy of these dtypes. Inputs are not cast at the borders of units: ids are integers, and hidden
-    states and rotary tables have the dtype already."""
+    """Return FSDP's policy for these dtypes.
+
+    Inputs are not cast where they enter a unit: ids are integers, and hidden states and rotary tables have the right
+    dtype already.
+
+    Args:
+        compute_dtype: Dtype to which gathered weights are cast. None: that of the parameters.
+        reduce_dtype: Dtype in which gradients are reduced. None: `compute_dtype`.
+    """
     return MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
 
 
@@ -123,116 +165,151 @@ def shard_model(
     reshard_after_forward: bool | str = "default",
     expert_mesh: DeviceMesh | None = None,
 ) -> "Sharding":
-    """Shard `model` in place by its units, and return its `Sharding`.
+    """Shard `model` in place by FSDP2, unit by unit. The module's docstring has an example.
 
-    mesh: one dimension, or (replicate, shard) for HSDP; expert_mesh: the same of experts that lie over ep, whose layer
-    then has two messages where it has one. By default a layer is gathered before its forward and again
-    before its backward (one all-gather each, the next layer's on its way while one computes), its gradient
-    reduce-scattered after, and under HSDP all-reduced over the replicas. The last layer, the head and the root stay
-    gathered between the two: the last of the forward are the first of the backward. An embedding is gathered for its
-    forward alone, for its backward reads ids. reshard_after_forward True gives up the former too, False keeps all: one
-    all-gather, and the whole model in memory.
+    Gradients are summed, not averaged: the loss already divides by the count of the global batch.
 
-    Gradients are summed: the loss already divides by the count of the global batch. A frozen parameter that one rank
-    holds whole, in the dtype of computation, is left as it is: FSDP would copy it for every forward.
+    A frozen parameter that only one rank stores, in the compute dtype, is ignored by FSDP, which would copy it in every
+    forward.
+
+    Args:
+        model: The model, on the meta device or with weights.
+        mesh: One dimension, or two, (replicate, shard), for HSDP.
+        precision: Dtypes of computation and reduction.
+        offload: Where FSDP stores the shards. None: on the device.
+        reshard_after_forward: Which units are freed between forward and backward. "default": all but the last layer,
+            the head and the root, which are the last of the forward and the first of the backward. True: these, too.
+            False: none, so the whole model stays in memory.
+        expert_mesh: Mesh over which experts that are distributed over ep are sharded, with the dimensions of `mesh`.
+            Their layer then has two all-gathers instead of one.
     """
     offload = offload or OffloadPolicy()
-    shards = None if expert_mesh is None else _shards(model, expert_mesh)
-    own_unit = partial(_own_unit, shards=shards, whole=_left_whole(model, mesh, precision, offload, expert_mesh))
+    placement_fn = None if expert_mesh is None else _expert_placements(model, expert_mesh)
+    make_unit = partial(
+        _make_unit,
+        offload=offload,
+        placement_fn=placement_fn,
+        ignored=_parameters_to_ignore(model, mesh, precision, offload, expert_mesh),
+    )
     units = get_fsdp_units(model)
-    again = units.regathered_in_backward(reshard_after_forward)
-    # Modules that the decoder calls before the layers compute in float32 where the others compute in half: each is a
-    # unit of its own, which stays gathered from the forward to the backward.
-    wide = precision.param_dtype and torch.promote_types(precision.param_dtype, torch.float32)
+    regathered = units.regathered_in_backward(reshard_after_forward)
+
+    # Inner units must become units before the root. Modules with full precision compute in float32 where the others
+    # compute in half precision, and FSDP has one dtype per unit. They stay gathered from the forward to the backward.
+    wide_dtype = None
+    if precision.param_dtype is not None:
+        wide_dtype = torch.promote_types(precision.param_dtype, torch.float32)
     for module in units.exact:
-        own_unit(module, mesh, mixed_precision(wide, wide), offload, False)
-    # In the weights' dtype: what comes between an embedding and the layers is not the unit's.
-    plain = replace(precision, output_dtype=None)
-    lookups = [own_unit(module, mesh, plain, offload, reshard_after_forward is not False) for module in units.lookups]
+        make_unit(module, mesh, mixed_precision(wide_dtype, wide_dtype), reshard=False)
+
+    # The output of an embedding keeps the weights' dtype, because the decoder may still scale it before the layers.
+    lookup_precision = replace(precision, output_dtype=None)
+    lookups = []
+    for module in units.lookups:
+        lookups.append(make_unit(module, mesh, lookup_precision, reshard=reshard_after_forward is not False))
     for lookup in lookups:
+        # Its backward adds rows of gradients by ids, and does not read the weight.
         lookup.set_unshard_in_backward(False)
-    for module in units.tower:  # FSDP finds out by itself in which order these are gathered
-        own_unit(module, mesh, precision, offload, module in again)
-    stack = [own_unit(module, mesh, precision, offload, module in again) for module in (*units.layers, *units.ends)]
+
+    for module in units.tower:  # FSDP records by itself in which order these are gathered
+        make_unit(module, mesh, precision, reshard=module in regathered)
+    stack = []
+    for module in (*units.layers, *units.ends):
+        stack.append(make_unit(module, mesh, precision, reshard=module in regathered))
+
+    # Each unit gathers the next one while it computes: the root first, then embeddings, layers, and the head.
     for unit, following in pairwise([stack[-1], *lookups, *stack[:-1]]):
         unit.set_modules_to_forward_prefetch([following])
-    # The head's weight is read inside these; unregistered, they would see this rank's shard and give wrong numbers.
-    register_fsdp_forward_method(model.head, "with_weight")  # for nothing where it is no unit
+
+    # These methods read the head's weight outside of `forward`. Unless they are registered, they would see only this
+    # rank's shard and silently give wrong numbers.
+    register_fsdp_forward_method(model.head, "with_weight")  # no effect if the head is not a unit
     for name in ("with_head", "next_logits"):
         register_fsdp_forward_method(model, name)
     return Sharding(model)
 
 
-def _left_whole(
+def _parameters_to_ignore(
     model: nn.Module,
     mesh: DeviceMesh,
     precision: MixedPrecisionPolicy,
     offload: OffloadPolicy,
     expert_mesh: DeviceMesh | None,
 ) -> set[nn.Parameter]:
-    """Return the parameters that FSDP need not see."""
+    """Return the frozen parameters that one rank stores in the dtype in which they are used."""
     if isinstance(offload, CPUOffloadPolicy):
         return set()
     experts = set[nn.Parameter]() if expert_mesh is None else expert_parameters(model)
-    whole = set()
+    ignored = set()
     for parameter in model.parameters():
-        shared = mesh if expert_mesh is None or parameter not in experts else expert_mesh
-        is_ready = not parameter.is_floating_point() or precision.param_dtype in (None, parameter.dtype)
-        if shared.size() == 1 and is_ready and not parameter.requires_grad:
-            whole.add(parameter)
-    return whole
+        parameter_mesh = mesh
+        if expert_mesh is not None and parameter in experts:
+            parameter_mesh = expert_mesh
+        needs_no_cast = not parameter.is_floating_point() or precision.param_dtype in (None, parameter.dtype)
+        if parameter_mesh.size() == 1 and needs_no_cast and not parameter.requires_grad:
+            ignored.add(parameter)
+    return ignored
 
 
-Shards = Callable[[nn.Parameter], Any]
+PlacementFn = Callable[[nn.Parameter], Any]
 
 
-def _shards(model: nn.Module, mesh: DeviceMesh) -> Shards:
-    """Return the mesh over which parameters over ep are sharded: over `mesh`, between experts, or by the columns of
-    each where there are fewer than ranks and that cuts evenly. Of others None."""
-    # Not above: torch 2.11 has none, and runs all but ep.
+def _expert_placements(model: nn.Module, mesh: DeviceMesh) -> PlacementFn:
+    """Return FSDP's `shard_placement_fn` for experts that are distributed over ep.
+
+    They are sharded over `mesh` by experts. If a rank has fewer experts than `mesh` has shards, they are sharded by the
+    columns of each expert instead, provided that these divide evenly. For other parameters the function returns None,
+    which means FSDP's default.
+    """
+    # Imported here because torch 2.11 does not have it. That release runs everything but ep.
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
 
     if mesh.ndim > 1:
         info: FSDPMeshInfo = HSDPMeshInfo(mesh=mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
     else:
         info = FSDPMeshInfo(mesh=mesh, shard_mesh_dim=0)
-    ranks = mesh.size(mesh.ndim - 1)
+    num_shards = mesh.size(mesh.ndim - 1)
     experts = expert_parameters(model)
 
-    def shards(parameter: nn.Parameter) -> Any:
+    def placement(parameter: nn.Parameter) -> Any:
         if parameter not in experts:
             return None
-        count, *_, columns = local_tensor(parameter).shape
-        last = parameter.dim() - 1
-        # Codes (adapters.nf4) are cut where their scales are: 32 bytes of codes have one.
-        pieces = columns // 32 if parameter.dtype == torch.uint8 else columns
-        placement = Shard(last if count < ranks and pieces % ranks == 0 else 0)
-        return ShardPlacementResult(placement=placement, mesh_info=info)
+        shape = local_tensor(parameter).shape
+        num_experts, num_columns = shape[0], shape[-1]
+        # NF4 codes (adapters.nf4) are divided where their scales are: one scale belongs to 32 bytes of codes.
+        divisible_columns = num_columns // 32 if parameter.dtype == torch.uint8 else num_columns
+        dim = 0
+        if num_experts < num_shards and divisible_columns % num_shards == 0:
+            dim = parameter.dim() - 1
+        return ShardPlacementResult(placement=Shard(dim), mesh_info=info)
 
-    return shards
+    return placement
 
 
-def _own_unit(
+def _make_unit(
     module: nn.Module,
     mesh: DeviceMesh,
     precision: MixedPrecisionPolicy,
-    offload: OffloadPolicy,
+    *,
     reshard: bool,
-    shards: Shards | None,
-    whole: set[nn.Parameter],
+    offload: OffloadPolicy,
+    placement_fn: PlacementFn | None,
+    ignored: set[nn.Parameter],
 ) -> _Unit:
+    """Make a module an FSDP unit whose gradients are summed."""
     fully_shard(
         module,
         mesh=mesh,
         mp_policy=precision,
         offload_policy=offload,
         reshard_after_forward=reshard,
-        shard_placement_fn=shards,
-        ignored_params=whole,
+        shard_placement_fn=placement_fn,
+        ignored_params=ignored,
     )
     unit = cast(_Unit, module)
     unit.reshards_after_forward = reshard
     unit.set_gradient_divide_factor(1.0)
+    # A plain sum on every backend, in place of nccl's AVG or PREMUL_SUM.
     unit.set_force_sum_reduction_for_comms(True)
     return unit
 
@@ -244,7 +321,7 @@ class Sharding:
     because a backward usually follows. If none follows, as in an evaluation, `reshard` frees them. Until then
     `model.parameters()` are the gathered copies: values written to them are lost, and a save would see no shards.
 
-    Works for a model without FSDP, too, which has no units.
+    It also accepts a model without FSDP, which has no units. Its methods then do nothing.
 
     Args:
         model: A model that `shard_model` has sharded, or one that is not sharded.
@@ -294,7 +371,7 @@ class Sharding:
         """Context for code that writes parameters in place.
 
         Frees gathered weights before, because values written to gathered copies are lost. Rounds the copies of
-        host masters (`memory.host_masters`) anew after, also if the code inside raises an error. No collective.
+        host masters (`memory.host_masters`) again afterwards, also if the code inside raises an error. No collective.
         """
         self.reshard()
         try:

@@ -1,7 +1,15 @@
-"""The device mesh of a run, its process groups, and `Runtime`, the facts of a rank about itself.
+"""The device mesh of a run, its process groups, and `Runtime`, which tells a rank about itself.
 
-The mesh has the dimensions dp_replicate, dp_shard, cp and tp, and flattened ones made of them. Process groups have
-their backends and a time after which a rank stops waiting.
+The mesh has the dimensions dp_replicate, dp_shard, cp and tp. Example: 16 ranks with dp_replicate = 2, dp_shard = 2,
+cp = 2 and tp = 2. The rank number counts tp fastest, so rank 13 = 1·8 + 1·4 + 0·2 + 1 has the coordinates (1, 1, 0, 1).
+Other dimensions are made of these by flattening:
+
+    fsdp      dp_shard × cp = 4 ranks          parameters are sharded over it (with dp_replicate in front: HSDP)
+    dp        dp_replicate × dp_shard = 4      samples are distributed over it
+    dp_cp     dp_replicate × dp_shard × cp = 8 tokens are distributed over it
+    ep        divides fsdp, for example 2 × 2  experts are distributed over it, and each is sharded over the rest
+
+Each process group has a backend per device type, and a timeout after which a rank stops waiting.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,23 +23,35 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 
 class StopFlag:
-    """Set by a signal handler, read by the trainer between steps. `signum` is 0 until a signal came."""
+    """Request to stop: set by a signal handler, and read by the trainer between steps.
+
+    Attributes:
+        signum: Number of the signal. 0 until there was one.
+    """
 
     def __init__(self) -> None:
         self.signum = 0
 
     def request(self, signum: int) -> None:
+        """Record the signal."""
         self.signum = signum
 
 
 @dataclass(frozen=True)
 class Runtime:
-    """A rank of a run. Made by `launch`; packages below read it and never the environment.
+    """A rank of a run. `launch` creates it; the packages below read it instead of the environment.
 
-    planned: where a plan is worked out beside the run, what it says of the peak (`words`, `size` in bytes), waited for
-    so many seconds.
-    collective_timeout: seconds, as of `launch.collective_timeout`; mesh.py knows what None means.
-    chosen: lines on the sizes that the recipe left to `auto`; machine: what these were chosen for, on rank 0.
+    Attributes:
+        rank: Number of the rank in the run.
+        local_rank: Number of the rank on its host.
+        world_size: The number of ranks.
+        device: Device of the rank.
+        stop: Request to stop.
+        wait_for_plan: Waits at most the given seconds for a plan that is computed next to the run, and returns its
+            peak memory (`words`, and `size` in bytes). None if there is no such plan.
+        collective_timeout: Seconds, `launch.collective_timeout`. None: see `set_timeouts`.
+        size_notes: Lines on the sizes that the recipe left to `auto`.
+        machine: Facts of the machine for which these sizes were chosen, on rank 0.
     """
 
     rank: int = 0
@@ -46,22 +66,35 @@ class Runtime:
 
     @property
     def is_main(self) -> bool:
+        """Whether this is rank 0."""
         return self.rank == 0
 
 
 DIMENSIONS = ("dp_replicate", "dp_shard", "cp", "tp")
+
+# Ranks wait for each other's slow work (preparing data, a rollout, writing a file) over gloo, which may take hours.
 DEFAULT_GLOO_TIMEOUT = timedelta(days=1)
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """The mesh and the slices of it that other packages ask for.
+    """The device mesh, with the submeshes that other packages use.
 
-    `fsdp` is what parameters are sharded over: dp_shard and cp flattened, with dp_replicate in front under HSDP.
-    `dp` is what samples are shared out over: dp_replicate and dp_shard flattened; the cp and tp ranks of one dp rank
-    hold the same samples. `dp_cp`: what tokens are shared out over.
-    `ep`: the ranks that share experts, neighbours of one fsdp slice; None where each has all. `expert_fsdp`: what
-    experts are sharded over: what ep leaves of `fsdp`, with dp_replicate in front as there.
+    Attributes:
+        device_mesh: All four dimensions.
+        fsdp: Dimensions over which parameters are sharded: dp_shard and cp, flattened. Under HSDP it has two
+            dimensions, of which dp_replicate is the first.
+        dp: Ranks over which samples are distributed: dp_replicate and dp_shard, flattened. The cp and tp ranks of one
+            dp rank have the same samples.
+        dp_cp: Ranks over which tokens are distributed: dp_replicate, dp_shard and cp, flattened.
+        cp: Context-parallel ranks.
+        tp: Tensor-parallel ranks.
+        size: The number of ranks.
+        dp_rank: Index of this rank in `dp`.
+        dp_size: The number of ranks in `dp`.
+        ep: Ranks over which experts are distributed, neighbours in `fsdp`. None if every rank has all experts.
+        expert_fsdp: Ranks over which each expert is sharded: `fsdp` divided by `ep`. Under HSDP with dp_replicate in
+            front. None if `ep` is.
     """
 
     device_mesh: DeviceMesh
@@ -80,22 +113,31 @@ class Mesh:
 def build_mesh(
     runtime: Runtime, *, dp_replicate: int = 1, dp_shard: int = 1, cp: int = 1, tp: int = 1, ep: int = 1
 ) -> Mesh:
-    """The mesh over the process group, which must be up; the first four sizes must multiply to the world size, and ep
-    divide dp_shard · cp."""
+    """Build the mesh over the initialised process group. Collective, because it creates process groups.
+
+    Args:
+        runtime: This rank.
+        dp_replicate: Replicas of the sharded model.
+        dp_shard: Data-parallel ranks over which parameters are sharded.
+        cp: Context-parallel ranks.
+        tp: Tensor-parallel ranks. The product of these four must be the world size.
+        ep: Expert-parallel ranks. It must divide dp_shard · cp.
+    """
     sizes = (dp_replicate, dp_shard, cp, tp)
     mesh = init_device_mesh(runtime.device.type, sizes, mesh_dim_names=DIMENSIONS)
     sharded = mesh["dp_shard", "cp"]._flatten("fsdp")
     dp = mesh["dp_replicate", "dp_shard"]._flatten("dp")
     dp_cp = mesh["dp_replicate", "dp_shard", "cp"]._flatten("dp_cp")
-    made, experts, expert_fsdp = [sharded, dp, dp_cp], None, None
+    derived = [sharded, dp, dp_cp]
+    ep_mesh: DeviceMesh | None = None
+    expert_fsdp: DeviceMesh | None = None
     if ep > 1:
-        halves, names = (sharded.size() // ep, ep), ("expert_fsdp", "ep")
-        split = sharded._unflatten(dim=0, mesh_sizes=halves, mesh_dim_names=names)
-        experts, expert_fsdp = split["ep"], split["expert_fsdp"]
-        made += [experts, expert_fsdp]
+        split = sharded._unflatten(dim=0, mesh_sizes=(sharded.size() // ep, ep), mesh_dim_names=("expert_fsdp", "ep"))
+        ep_mesh, expert_fsdp = split["ep"], split["expert_fsdp"]
+        derived += [ep_mesh, expert_fsdp]
         if dp_replicate > 1:
             expert_fsdp = concatenate_meshes(mesh["dp_replicate"], expert_fsdp)
-    for group in (*mesh.get_all_groups(), *(submesh.get_group() for submesh in made)):
+    for group in (*mesh.get_all_groups(), *(submesh.get_group() for submesh in derived)):
         set_timeouts(group, runtime.collective_timeout)
     return Mesh(
         device_mesh=mesh,
@@ -107,28 +149,35 @@ def build_mesh(
         size=mesh.size(),
         dp_rank=dp.get_local_rank(),
         dp_size=dp.size(),
-        ep=experts,
+        ep=ep_mesh,
         expert_fsdp=expert_fsdp,
     )
 
 
 def concatenate_meshes(*meshes: DeviceMesh) -> DeviceMesh:
-    """The mesh of all dimensions of `meshes`, in their order; these are parts of one mesh. No collective."""
+    """Return the mesh with the dimensions of all `meshes`, in order. They must be parts of one mesh. No collective."""
     return DeviceMesh._concatenate(device_mesh_list=list(meshes))
 
 
 def get_group_devices(group: dist.ProcessGroup) -> list[torch.device]:
-    """The devices whose tensors `group` can send, without an index."""
+    """Return the types of devices whose tensors `group` can send, as devices without an index."""
     return group._device_types
 
 
 def init_process_group(
     device_type: str, store: dist.Store, rank: int, world_size: int, collective_timeout: float | None = None
 ) -> None:
-    """The process group of the whole run: gloo for tensors of the host, on CUDA nccl for those of the device.
+    """Initialise the process group of the run: gloo for tensors in host memory, and nccl for those on CUDA devices.
 
-    No device is bound to it: DeviceMesh would then split its groups from this one, and torch hands nccl's options to
-    gloo's half of them too, with a warning. Communicators of nccl are made where they are first used.
+    The group is not bound to a device. DeviceMesh would then split its groups from this one, and torch would pass
+    nccl's options to their gloo backends, with a warning. nccl's communicators are created when they are first used.
+
+    Args:
+        device_type: "cpu" or "cuda".
+        store: Store through which the ranks find each other.
+        rank: Number of this rank.
+        world_size: The number of ranks.
+        collective_timeout: Seconds; see `set_timeouts`.
     """
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
@@ -136,27 +185,31 @@ def init_process_group(
 
 
 def init_one_process_group(device_type: str) -> None:
-    """A process group of this process alone, where none is up, so that one rank runs the code of many."""
+    """Initialise a process group of this process only, unless there is one, so that one rank runs the same code."""
     if not dist.is_initialized():
         init_process_group(device_type, dist.HashStore(), 0, 1)
 
 
 def set_timeouts(group: dist.ProcessGroup | None, seconds: float | None) -> None:
-    """Set how long a rank waits for the others in a collective of `group`; the rule of `launch.collective_timeout`.
+    """Set how long ranks wait for each other in the collectives of a group.
 
-    Ranks wait for one another's own work (data, a rollout, a file) over gloo alone, so that nccl keeps torch's half an
-    hour where `seconds` is None.
+    Args:
+        group: The group.
+        seconds: `launch.collective_timeout`. None: a day on gloo, and torch's half an hour on nccl. Only gloo's
+            collectives wait for the slow work of another rank, such as data, a rollout or a file.
     """
-    assert group is not None, "no process group is up"
+    assert group is not None, "no process group is initialised"
     for device in get_group_devices(group):
         backend = group._get_backend(device)
-        if seconds is not None or isinstance(backend, dist.ProcessGroupGloo):
-            backend.set_timeout(DEFAULT_GLOO_TIMEOUT if seconds is None else timedelta(seconds=seconds))
+        if seconds is not None:
+            backend.set_timeout(timedelta(seconds=seconds))
+        elif isinstance(backend, dist.ProcessGroupGloo):
+            backend.set_timeout(DEFAULT_GLOO_TIMEOUT)
 
 
 def new_host_group(collective_timeout: float | None = None) -> dist.ProcessGroup:
-    """All ranks in a gloo group of their own, for a thread beside the main one. Collective."""
+    """Create a gloo group of all ranks, for a thread that communicates next to the main one. Collective."""
     group = dist.new_group(backend="gloo")
-    assert isinstance(group, dist.ProcessGroup)  # a number where this rank is not in it
+    assert isinstance(group, dist.ProcessGroup)  # torch returns a number to ranks that are not in a new group
     set_timeouts(group, collective_timeout)
     return group

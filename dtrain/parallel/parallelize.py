@@ -1,8 +1,8 @@
-"""Models onto meshes from Python, under the names that NeMo-RL's users know: a plan, checkpointing, FSDP2, in that
-order.
+"""NeMo-RL's functions that parallelise a model from Python: tensor parallel, activation checkpointing, FSDP2.
 
-Each of these puts dtrain's model on its meshes in place and returns it; all apply the model's own table (`model.plan`).
-The norm over each head of q and k is the style `head_norm`.
+They take dtrain's models, change them in place, and return them. All of them are one function here, because families
+differ only in their tables (`model.plan`). NeMo-RL's own style for the norms of Qwen3's q and k is the style
+`head_norm`.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -31,26 +31,35 @@ def _parallelize_llama(
     activation_checkpointing: bool = False,
     custom_plan: str | Plan | None = None,
 ) -> ParallelModel:
-    """`model` with its plan, or `custom_plan`, over `tp_mesh`, its layers checkpointed whole where asked, sharded over
-    `dp_mesh`.
+    """Parallelise a model: apply its tensor-parallel plan, checkpoint its layers, and shard it by FSDP2.
 
-    dp_mesh: one dimension, or (replicate, shard). tp_mesh: one dimension; None or of size 1: no tensor parallel.
-    Gradients are summed over dp_mesh, never averaged. Collective where FSDP2's is. The families differ in their tables
-    alone.
+    Gradients are summed over `dp_mesh`, not averaged.
 
-    Raises ValueError for a model without a plan, and for sizes that tp cannot share out.
+    Args:
+        model: One of dtrain's models.
+        dp_mesh: One dimension, or two, (replicate, shard), for HSDP.
+        tp_mesh: One dimension. None or one rank: no tensor parallel.
+        mp_policy: FSDP's dtypes.
+        offload_policy: Where FSDP stores the shards.
+        sequence_parallel: Whether activations between blocks are sharded along the sequence.
+        activation_checkpointing: Whether the backward recomputes each layer.
+        custom_plan: Replaces the model's plan: a plan, or the import path of one or of a function that returns one.
+
+    Raises:
+        ValueError: If the model has no plan, the plan cannot be used, or tp does not fit the model's sizes.
     """
     if getattr(model, "plan", None) is None:
         raise ValueError(f"{type(model).__name__} has no plan: these functions take dtrain's models (dtrain.models)")
     if tp_mesh is not None and tp_mesh.size() > 1:
-        if problems := check_model_mesh(model.config, tp_mesh.size()):
+        problems = check_model_mesh(model.config, tp_mesh.size())
+        if problems:
             raise ValueError("\n".join(map(str, problems)))
         try:
             apply_plan(model, tp_mesh, find_plan(custom_plan, model), sequence_parallel=sequence_parallel)
         except UserError as error:
             raise ValueError(str(error)) from error
     if activation_checkpointing:
-        # Optional, so that importing this package loads none of `dtrain.memory`, which imports it.
+        # Imported here because `dtrain.memory` imports this package.
         from dtrain.memory.activation_checkpointing import checkpoint_activations
 
         checkpoint_activations(model, "full")
@@ -63,14 +72,21 @@ _parallelize_gemma3 = _parallelize_llama
 
 
 class _ByClassName(Mapping[str | type, Callable[..., ParallelModel]]):
-    """Mapping from names of model classes, looked up by the class as well: dtrain's, or transformers' of the name."""
+    """Mapping from names of model classes to functions, which can also be looked up by the class.
+
+    A class is found by its own name or that of a base, whether it is dtrain's or transformers'.
+    """
 
     def __init__(self, functions: dict[str, Callable[..., ParallelModel]]):
         self._functions = functions
 
     def __getitem__(self, model: str | type) -> Callable[..., ParallelModel]:
-        names = [base.__name__ for base in model.__mro__] if isinstance(model, type) else [model]
-        return self._functions[next((name for name in names if name in self._functions), names[0])]
+        if isinstance(model, str):
+            return self._functions[model]
+        for base in model.__mro__:
+            if base.__name__ in self._functions:
+                return self._functions[base.__name__]
+        raise KeyError(model.__name__)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._functions)
@@ -79,7 +95,7 @@ class _ByClassName(Mapping[str | type, Callable[..., ParallelModel]]):
         return len(self._functions)
 
 
-# The function of each class that NeMo-RL has one for; `_parallelize_model` takes every model with a plan.
+# NeMo-RL's table. `_parallelize_model` accepts every model with a plan, also those that are not listed here.
 PARALLIZE_FUNCTIONS: Mapping[str | type, Callable[..., ParallelModel]] = _ByClassName(
     {
         "Qwen2ForCausalLM": _parallelize_qwen,
@@ -92,12 +108,16 @@ PARALLIZE_FUNCTIONS: Mapping[str | type, Callable[..., ParallelModel]] = _ByClas
 
 
 class RotaryEmbedParallel:
-    """NeMo-RL's style for a module of rotary tables, which no model here has. Raises NotImplementedError when made."""
+    """NeMo-RL's style for a module of rotary tables. dtrain's models have no such module, so it cannot be created.
+
+    Raises:
+        NotImplementedError: Always.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise NotImplementedError(
-            "RotaryEmbedParallel cuts what a rotary module gives, and dtrain's models have none: a decoder makes the "
-            "tables from positions once per forward, whole on every rank; leave the entry out of the plan"
+            "RotaryEmbedParallel shards the output of a rotary module, and dtrain's models have none: every rank "
+            "computes the full rotary tables from the positions once per forward. Leave the entry out of the plan"
         )
 
 
@@ -111,18 +131,30 @@ def _parallelize_model(
     cpu_offload: bool = False,
     custom_parallel_plan: str | Plan | None = None,
 ) -> ParallelModel:
-    """Apply a model's plan as `_parallelize_llama` does, with policies made here: layers compute in `param_dtype`,
-    gradients are reduced in max(float32, it), outputs stay in it; cpu_offload keeps parameters in host memory.
+    """Parallelise a model as `_parallelize_llama` does, with policies that are built from these arguments.
 
-    custom_parallel_plan: a table that replaces the model's, or the import path of one or of a function that gives one.
-    Raises ValueError also for a plan that cannot be used.
+    Args:
+        model: One of dtrain's models.
+        dp_mesh: One dimension, or two, (replicate, shard), for HSDP.
+        tp_mesh: One dimension. None or one rank: no tensor parallel.
+        param_dtype: Dtype in which layers compute. Gradients are reduced in max(float32, `param_dtype`).
+        sequence_parallel: Whether activations between blocks are sharded along the sequence.
+        activation_checkpointing: Whether the backward recomputes each layer.
+        cpu_offload: Whether FSDP stores the shards in host memory.
+        custom_parallel_plan: Replaces the model's plan: a plan, or the import path of one or of a function that returns
+            one.
+
+    Raises:
+        ValueError: As in `_parallelize_llama`.
     """
+    precision = mixed_precision(param_dtype, torch.promote_types(param_dtype, torch.float32))
+    offload = CPUOffloadPolicy(pin_memory=False) if cpu_offload else OffloadPolicy()
     return _parallelize_llama(
         model,
         dp_mesh,
         tp_mesh,
-        mixed_precision(param_dtype, torch.promote_types(param_dtype, torch.float32)),
-        CPUOffloadPolicy(pin_memory=False) if cpu_offload else OffloadPolicy(),
+        precision,
+        offload,
         sequence_parallel,
         activation_checkpointing,
         custom_parallel_plan,
@@ -130,6 +162,6 @@ def _parallelize_model(
 
 
 def to_local_if_dtensor(tensor: Tensor) -> Tensor:
-    """This rank's plain part [..] of a DTensor, sharing its storage; any other tensor as it is."""
+    """Return the local shard of a DTensor, sharing its storage, or any other tensor itself. No collective."""
     with torch.no_grad():
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor

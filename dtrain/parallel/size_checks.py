@@ -1,4 +1,4 @@
-"""The tp sizes that a model's sizes allow."""
+"""Checks whether a model's sizes can be sharded over tensor- and expert-parallel ranks."""
 
 import math
 from typing import Protocol
@@ -8,14 +8,24 @@ from dtrain.base.ranges import join_with_or
 
 
 class ModelSizes(Protocol):
-    """The sizes of a model's config.json that tensor parallel shares out."""
+    """Sizes of a model's config.json that tensor and expert parallel divide.
+
+    Attributes:
+        num_attention_heads: Query heads of a layer.
+        num_key_value_heads: Key heads of a layer.
+        kv_heads: Key heads by the type of layer, for example {"full_attention": 8, "sliding_attention": 4}.
+        vocab_size: Tokens of the vocabulary.
+        mlp_sizes: Inner sizes of the model's MLPs.
+        num_linear_key_heads: Key heads of linear attention. None if the model has none.
+        num_experts: Experts of a layer. None if the model has none.
+    """
 
     @property
     def num_attention_heads(self) -> int: ...
     @property
     def num_key_value_heads(self) -> int: ...
     @property
-    def kv_heads(self) -> dict[str, int]: ...  # by the type of layers
+    def kv_heads(self) -> dict[str, int]: ...
     @property
     def vocab_size(self) -> int: ...
     @property
@@ -23,7 +33,7 @@ class ModelSizes(Protocol):
     @property
     def num_linear_key_heads(self) -> int | None: ...
     @property
-    def num_experts(self) -> int | None: ...  # of a layer
+    def num_experts(self) -> int | None: ...
 
 
 def check_model_mesh(model: ModelSizes, tp: int, ep: int = 1) -> list[Problem]:
@@ -31,46 +41,56 @@ def check_model_mesh(model: ModelSizes, tp: int, ep: int = 1) -> list[Problem]:
 
     Every rank computes complete query heads, and complete key heads or one that it shares. It stores a part of the
     vocabulary and of every MLP, because FSDP2 cannot reduce the gradient of an empty shard.
+
+    Returns:
+        The problems of `parallel.tp` and `parallel.ep`, none if the sizes fit.
     """
-    reasons = _reasons_against(model, tp)
-    fitting = [size for size in range(1, model.num_attention_heads + 1) if not _reasons_against(model, size)]
-    fix = f"Use {join_with_or(map(str, fitting))}"
-    problems = [Problem("parallel.tp", reason, fix) for reason in reasons]
-    count = model.num_experts
-    if ep > 1 and count is None:
-        problems.append(Problem("parallel.ep", f"parallel.ep={ep}: this model has no experts", "Leave it out"))
-    elif count is not None and count % ep:
-        dividing = [str(size) for size in range(1, count + 1) if count % size == 0]
-        text = f"parallel.ep={ep} does not divide the model's {count} experts"
-        problems.append(Problem("parallel.ep", text, f"Use {join_with_or(dividing)}"))
+    possible_sizes = []
+    for size in range(1, model.num_attention_heads + 1):
+        if not _tp_problems(model, size):
+            possible_sizes.append(str(size))
+    fix = f"Use {join_with_or(possible_sizes)}"
+    problems = [Problem("parallel.tp", text, fix) for text in _tp_problems(model, tp)]
+
+    num_experts = model.num_experts
+    if num_experts is None:
+        if ep > 1:
+            problems.append(Problem("parallel.ep", f"parallel.ep={ep}: this model has no experts", "Leave it out"))
+    elif num_experts % ep:
+        divisors = [str(size) for size in range(1, num_experts + 1) if num_experts % size == 0]
+        text = f"parallel.ep={ep} does not divide the model's {num_experts} experts"
+        problems.append(Problem("parallel.ep", text, f"Use {join_with_or(divisors)}"))
     return problems
 
 
-def _reasons_against(model: ModelSizes, tp: int) -> list[str]:
+def _tp_problems(model: ModelSizes, tp: int) -> list[str]:
     """Return the reasons why a model cannot be sharded over `tp` ranks."""
-    reasons = []
+    texts = []
     if model.num_attention_heads % tp:
-        reasons.append(f"parallel.tp={tp} does not divide the model's {model.num_attention_heads} query heads")
+        texts.append(f"parallel.tp={tp} does not divide the model's {model.num_attention_heads} query heads")
+
     is_uniform = len(set(model.kv_heads.values())) == 1
-    kinds = list(model.kv_heads)
-    if is_uniform:  # one reason stands for all types of layers
-        kinds = kinds[:1]
-    for kind in kinds:
-        kv = model.kv_heads[kind]
-        whose = "the model's" if is_uniform else f"its {kind} layers'"
-        if kv % tp and tp % kv:
-            reasons.append(f"parallel.tp={tp} and {whose} {kv} KV heads: neither divides the other")
-    if model.num_linear_key_heads is not None and model.num_linear_key_heads % tp:
-        linear = model.num_linear_key_heads
-        reasons.append(f"parallel.tp={tp} does not divide the {linear} key heads of the model's linear attention")
-    if _leaves_one_empty(model.vocab_size, tp):
-        reasons.append(f"parallel.tp={tp} leaves a rank none of the model's {model.vocab_size} tokens")
+    layer_types = list(model.kv_heads)
+    if is_uniform:  # one text is enough
+        layer_types = layer_types[:1]
+    for layer_type in layer_types:
+        kv_heads = model.kv_heads[layer_type]
+        owner = "the model's" if is_uniform else f"its {layer_type} layers'"
+        if kv_heads % tp and tp % kv_heads:
+            texts.append(f"parallel.tp={tp} and {owner} {kv_heads} KV heads: neither divides the other")
+
+    linear_heads = model.num_linear_key_heads
+    if linear_heads is not None and linear_heads % tp:
+        texts.append(f"parallel.tp={tp} does not divide the {linear_heads} key heads of the model's linear attention")
+
+    if _has_empty_shard(model.vocab_size, tp):
+        texts.append(f"parallel.tp={tp} leaves a rank none of the model's {model.vocab_size} tokens")
     for inner in sorted(model.mlp_sizes):
-        if _leaves_one_empty(inner, tp):
-            reasons.append(f"parallel.tp={tp} leaves a rank none of the {inner} inner dimensions of the model's MLPs")
-    return reasons
+        if _has_empty_shard(inner, tp):
+            texts.append(f"parallel.tp={tp} leaves a rank none of the {inner} inner dimensions of the model's MLPs")
+    return texts
 
 
-def _leaves_one_empty(length: int, tp: int) -> bool:
-    """Return whether the last of tp shards of ceil(length / tp) rows begins beyond the end."""
+def _has_empty_shard(length: int, tp: int) -> bool:
+    """Check whether the last of `tp` shards is empty, as for 9 rows over 4 ranks: 3, 3, 3 and 0 rows."""
     return math.ceil(length / tp) * (tp - 1) >= length

@@ -1,13 +1,21 @@
-"""Tensor- and sequence-parallel styles: how one module's parameters lie on the tp mesh, and what it sends.
+"""Tensor- and sequence-parallel styles: how a module's parameters are sharded over tp, and what the module sends.
 
-Parameters become DTensors on the tp mesh, replicated ones too; the modules read them through `LocalParameters` and
-compute on plain tensors. Where a style changes a forward, the module's own forward asks its `tp`: `Block`, `Stack`,
-`VocabEmbedding` and the heads, of which models are built. Activations are plain tensors too: between attention and
-MLP blocks replicated over tp, or, under sequence parallel, cut along the sequence: [B, S/tp, D], S padded to a multiple
-of tp inside the decoder.
+A style makes parameters DTensors on the tp mesh, also those that are replicated. Modules read them through
+`LocalParameters.local` and compute with plain tensors. Where a style changes a forward, the module's own forward
+checks its attribute `tp`. `Block`, `Stack`, `VocabEmbedding` and the heads do.
 
-What a layer sends over tp, forward and backward alike: two all-reduces, or, under sequence parallel, two all-gathers
-and two reduce-scatters (Korthikanti et al., arXiv:2205.05198, section 4.2.2).
+Example: an MLP with hidden size D = 8 and inner size 16 over tp = 2. The gate and up projections are `colwise`, and
+down is `rowwise`:
+
+    block        all ranks have the hidden states [B, S, 8]     backward: all-reduce of their gradient
+    gate, up     weight [16, 8], rank 0 has rows 0 to 7         [B, S, 8]: half of the inner activations
+    down         weight [8, 16], rank 0 has columns 0 to 7      [B, S, 8]: a partial sum of the output
+                 forward: all-reduce of the partial sums        [B, S, 8], complete
+
+Between the blocks, activations are replicated over tp. Under sequence parallel they are sharded along the sequence
+instead, [B, S/tp, D], with S padded to a multiple of tp in the decoder. An all-gather then enters the block, and a
+reduce-scatter leaves it. Both ways send the same bytes: per layer two all-reduces in the forward and two in the
+backward, or two all-gathers and two reduce-scatters in each (Korthikanti et al., arXiv:2205.05198, section 4.2.2).
 """
 
 import math
@@ -32,180 +40,257 @@ from dtrain.parallel.collectives import (
 from dtrain.parallel.placement import chunk_bounds, make_dtensor
 from dtrain.parallel.size_checks import ModelSizes
 
-SEQUENCE = 1  # the dimension of [B, S, D] that sequence parallel cuts
+SEQUENCE = 1  # the dimension of [B, S, D] that sequence parallel shards
 
 
 @dataclass(frozen=True)
 class LocalView:
-    """The view by which a module reads a parameter placed on the tp mesh.
+    """How a module reads a parameter that is a DTensor on the tp mesh.
 
-    grad: how the ranks' local gradients stand to the whole one (Partial: they are summed); of: what of the local part.
-    is_expert: whether the parameter is cut over ep too, before tp.
+    Attributes:
+        grad_placement: Placement of the local gradient over tp. Partial: the ranks' gradients are summed. None: the
+            parameter is not on the tp mesh.
+        select: Selects the part of the local shard that the module computes with. None: all of it.
+        is_expert: Whether the parameter is also sharded over ep, the mesh dimension before tp.
     """
 
-    grad: Placement | None
-    of: Callable[[Tensor], Tensor] | None = None
+    grad_placement: Placement | None
+    select: Callable[[Tensor], Tensor] | None = None
     is_expert: bool = False
 
     def __call__(self, parameter: DTensor) -> Tensor:
-        grads = ([Shard(0)] if self.is_expert else []) + ([] if self.grad is None else [self.grad])
-        if parameter.device_mesh.ndim != len(grads):
+        """Return the plain tensor with which the module computes."""
+        grad_placements: list[Placement] = []
+        if self.is_expert:
+            grad_placements.append(Shard(0))
+        if self.grad_placement is not None:
+            grad_placements.append(self.grad_placement)
+        # A parameter that FSDP has not gathered has one mesh dimension more.
+        if parameter.device_mesh.ndim != len(grad_placements):
             raise RuntimeError(
                 "a tensor-parallel module was used outside the forward of its FSDP root, where its weights are shards: "
                 "call the model, or a method registered with register_fsdp_forward_method"
             )
-        local = parameter.to_local(grad_placements=grads)
-        return local if self.of is None else self.of(local)
+        local = parameter.to_local(grad_placements=grad_placements)
+        return local if self.select is None else self.select(local)
 
 
 class LocalParameters(nn.Module):
-    """A module that computes with its parameters as `local(name)` gives them.
+    """Base of modules that read their parameters by `local(name)`, so that a style can shard them.
 
-    `local_views` holds a LocalView for each parameter that a style has placed; without one it is the parameter itself.
-    keeps_full_precision: its parameters are held, and computed with, in float32 at least.
+    Attributes:
+        keeps_full_precision: Whether the parameters are stored in float32 at least, and used in that dtype.
+        local_views: View of each parameter to which a style was applied. Other parameters are read as they are. The
+            dict is replaced on the instance, and never modified.
     """
 
     keeps_full_precision = False
-    local_views: dict[str, LocalView] = {}  # replaced on the instance, never changed
+    local_views: dict[str, LocalView] = {}
 
     def reset_parameters(self) -> None:
-        """Do nothing: `init_weights` or a file fills the parameters, which are built on meta."""
+        """Do nothing. Modules are built on the meta device, and `init_weights` or a file fills the parameters."""
 
     def local(self, name: str) -> Tensor:
-        """The plain tensor that this rank computes with: the parameter of that name, such as a weight [out, in],
-        or what its view takes of it, [out/tp, in] where it is column-parallel. No collective forward."""
+        """Return the plain tensor with which this rank computes. No collective in the forward.
+
+        Args:
+            name: Name of a parameter, for example "weight" with the shape [out, in].
+
+        Returns:
+            The parameter itself, or its view, for example [out/tp, in] in a column-parallel layer.
+        """
         parameter = getattr(self, name)
         view = self.local_views.get(name)
         return parameter if view is None else view(parameter)
 
     def with_weight(self, fn: Callable[[Tensor, Tensor], Any], hidden: Tensor) -> Any:
-        """Return `fn(hidden, local("weight"))`: a loss reads a head's weight so. Where FSDP makes the module a unit, a
-        registered forward method."""
+        """Return `fn(hidden, local("weight"))`. Losses read the head's weight in this way.
+
+        If the module is an FSDP unit, this is one of its registered forward methods, so the weight is gathered.
+        """
         return fn(hidden, self.local("weight"))
 
 
 def full_precision_modules(model: nn.Module) -> dict[str, LocalParameters]:
-    """By name the modules of `model` that keep their precision."""
-    modules = ((name, module) for name, module in model.named_modules() if isinstance(module, LocalParameters))
-    return {name: module for name, module in modules if module.keeps_full_precision}
+    """Return the modules of `model` with `keeps_full_precision`, by name."""
+    modules = {}
+    for name, module in model.named_modules():
+        if isinstance(module, LocalParameters) and module.keeps_full_precision:
+            modules[name] = module
+    return modules
 
 
 @dataclass
 class TensorParallel:
-    """The place where a style is applied: the one-dimensional tp mesh, whether the sequence is cut, and the model's key
-    heads."""
+    """The tensor-parallel ranks, as a style and the modules of a model see them.
+
+    Attributes:
+        mesh: The tp ranks, one dimension.
+        sequence_parallel: Whether activations between blocks are sharded along the sequence. Switched off for a while
+            by `without_sequence_parallel`.
+        key_heads: Key heads of layers that do not have a number of their own.
+    """
 
     mesh: DeviceMesh
-    sequence_parallel: bool  # switched off for a while by `without_sequence_parallel`
-    key_heads: int  # of layers that do not say how many they have
+    sequence_parallel: bool
+    key_heads: int
 
     @property
     def size(self) -> int:
+        """The number of ranks."""
         return self.mesh.size()
 
     @property
     def rank(self) -> int:
+        """Index of this rank."""
         return self.mesh.get_local_rank()
 
     @property
     def group(self) -> Any:
+        """The process group."""
         return self.mesh.get_group()
 
     def local_start(self, length: int) -> int:
-        """The first of `length` elements that this rank's share has."""
+        """Return the index at which this rank's shard of `length` elements starts."""
         return chunk_bounds(length, self.size, self.rank)[0]
 
     def enter(self, hidden: Tensor) -> Tensor:
-        """Into a block: [B, S or S/tp, D] → [B, S, D], whose gradients are summed over tp."""
-        return (
-            gather_along(hidden, SEQUENCE, self.group)
-            if self.sequence_parallel
-            else all_reduce_in_backward(hidden, self.group)
-        )
+        """Enter a block: return the full hidden states, whose gradients are summed over tp.
+
+        Args:
+            hidden: [B, S, D], or [B, S/tp, D] under sequence parallel.
+
+        Returns:
+            [B, S, D].
+        """
+        if self.sequence_parallel:
+            return gather_along(hidden, SEQUENCE, self.group)
+        return all_reduce_in_backward(hidden, self.group)
 
     def leave(self, partial: Tensor) -> Tensor:
-        """Out of a block: the ranks' partial [B, S, D] → their sum [B, S or S/tp, D]."""
+        """Leave a block: sum the ranks' partial results.
+
+        Args:
+            partial: [B, S, D].
+
+        Returns:
+            [B, S, D], or [B, S/tp, D] under sequence parallel.
+        """
         if self.sequence_parallel:
             return reduce_scatter_along(partial, SEQUENCE, self.group)
         return all_reduce_in_forward(partial, self.group)
 
 
 class Block(nn.Module):
-    """An attention or MLP block. Its forward begins with `enter`, once for all its projections.
+    """Base of attention and MLP blocks, whose forward begins with `enter`, once for all projections.
 
-    It is a call inside the forward and no hook: activation checkpointing then keeps the cut input [B, S/tp, D], and
-    gathers it again in the backward."""
+    `enter` is a call and not a hook. Activation checkpointing therefore stores the sharded input [B, S/tp, D], and the
+    backward gathers it again.
 
-    tp: TensorParallel | None = None  # set by the style `block`
+    Attributes:
+        tp: The tensor-parallel ranks, set by the style `block`.
+    """
+
+    tp: TensorParallel | None = None
 
     def enter(self, hidden: Tensor) -> Tensor:
-        """`TensorParallel.enter`; hidden [B, S, D] as it is without tensor parallel."""
+        """Return `TensorParallel.enter(hidden)`, or `hidden` [B, S, D] itself without tensor parallel."""
         return hidden if self.tp is None else self.tp.enter(hidden)
 
 
 class VocabEmbedding(LocalParameters, nn.Embedding):
-    """A lookup in this rank's rows of the vocabulary; tokens of other ranks give zeros, and the sum is right."""
+    """Embedding whose rows are sharded over tp.
 
-    tp: TensorParallel | None = None  # set by the style `vocab_embedding`
+    Each rank looks up the tokens of its own rows and uses zeros for the others, so the sum over ranks is the embedding.
+
+    Attributes:
+        tp: The tensor-parallel ranks, set by the style `vocab_embedding`.
+    """
+
+    tp: TensorParallel | None = None
 
     def forward(self, ids: Tensor) -> Tensor:
-        """ids [B, S] int64 -> [B, S, D], or [B, S/tp, D] under sequence parallel."""
+        """Embed ids, int64 [B, S], to [B, S, D], or to [B, S/tp, D] under sequence parallel."""
         weight = self.local("weight")
         if self.tp is None:
             return F.embedding(ids, weight, self.padding_idx)
         start, end = chunk_bounds(self.num_embeddings, self.tp.size, self.tp.rank)
-        mine = (ids >= start) & (ids < end)
+        is_local = (ids >= start) & (ids < end)
         if weight.shape[0] == 0:
-            # torch has no lookup in an empty table; every token is another rank's.
+            # torch cannot look up in an empty table. All tokens belong to other ranks, so any row will do. Adding the
+            # sum of the empty weight, 0, keeps the weight in the graph.
             weight = weight.new_zeros(1, self.embedding_dim) + weight.sum()
-        rows = F.embedding(torch.where(mine, ids - start, 0), weight)
+        rows = F.embedding(torch.where(is_local, ids - start, 0), weight)
         if self.padding_idx is not None:
-            # As F.embedding does: the padding token's row gets no gradient.
+            # As in F.embedding, the padding token's row gets no gradient.
             rows = torch.where((ids == self.padding_idx)[..., None], rows.detach(), rows)
-        return self.tp.leave(torch.where(mine[..., None], rows, 0))
+        return self.tp.leave(torch.where(is_local[..., None], rows, 0))
 
 
 class VocabHead(LocalParameters, nn.Linear):
-    """The logits of this rank's rows of the vocabulary. No bias."""
+    """Output layer whose rows, one per token of the vocabulary, are sharded over tp. No bias.
 
-    tp: TensorParallel | None = None  # set by the style `vocab_head`
+    Attributes:
+        tp: The tensor-parallel ranks, set by the style `vocab_head`.
+    """
+
+    tp: TensorParallel | None = None
 
     @property
     def vocab_start(self) -> int | None:
-        """The first of these rows; None where the head is whole."""
+        """First token id of this rank's shard. None if the head is not sharded."""
         return None if self.tp is None else chunk_bounds(self.out_features, self.tp.size, self.tp.rank)[0]
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """hidden [..., D] -> logits [..., V]; under tensor parallel a DTensor sharded on V. No collective."""
+        """Compute logits [..., V] of hidden states [..., D]. No collective.
+
+        Under tensor parallel the result is a DTensor that is sharded over V.
+        """
         logits = F.linear(hidden, self.local("weight"))
         if self.tp is None:
             return logits
         shape = torch.Size((*logits.shape[:-1], self.out_features))
         stride = tuple(shape[dim + 1 :].numel() for dim in range(len(shape)))
-        last = Shard(len(shape) - 1)
-        return DTensor.from_local(logits, self.tp.mesh, [last], run_check=False, shape=shape, stride=stride)
+        vocab_dim = Shard(len(shape) - 1)
+        return DTensor.from_local(logits, self.tp.mesh, [vocab_dim], run_check=False, shape=shape, stride=stride)
 
 
 class ScoreHead(LocalParameters, nn.Linear):
-    """The scores of a classifier, [labels, D]; over tp each rank multiplies some of the D. No bias."""
+    """Output layer of a classifier, [labels, D], whose columns are sharded over tp. No bias.
 
-    tp: TensorParallel | None = None  # set by the style `score_head`
+    Attributes:
+        tp: The tensor-parallel ranks, set by the style `score_head`.
+        vocab_start: Always None, because it has no vocabulary (see `VocabHead`).
+    """
+
+    tp: TensorParallel | None = None
     vocab_start: int | None = None
 
     def product(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """hidden [..., D], weight [labels, D/tp] -> [..., labels], whole on every tp rank. Over tp one all-reduce."""
+        """Multiply hidden states by a weight.
+
+        Args:
+            hidden: [..., D], the same on every tp rank.
+            weight: This rank's columns, [labels, D/tp].
+
+        Returns:
+            [..., labels], complete on every tp rank.
+
+        Collectives:
+            Under tensor parallel one all-reduce.
+        """
         if self.tp is None:
             return F.linear(hidden, weight)
         start, end = chunk_bounds(self.in_features, self.tp.size, self.tp.rank)
         return all_reduce_in_forward(F.linear(hidden[..., start:end], weight), self.tp.group)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """hidden [..., D] -> [..., labels]"""
+        """Compute outputs [..., labels] of hidden states [..., D]. Under tensor parallel one all-reduce."""
         return self.product(hidden, self.local("weight"))
 
 
 class RowContext(Protocol):
-    """What `Stack` needs of the context of a micro-batch (`models.common.micro_batch.MicroBatchContext`)."""
+    """The part of a micro-batch's context that `Stack` needs (`models.common.micro_batch.MicroBatchContext`)."""
 
     @property
     def cache(self) -> Any:
@@ -218,11 +303,19 @@ class RowContext(Protocol):
 
 
 class Stack(nn.Module):
-    """The embedding and layers of a decoder: `states` is one process's forward, `forward` the same over tp."""
+    """Base of decoders: the embedding and the layers.
+
+    A family implements `states` for one process. `forward` adds what tensor parallel needs around it.
+
+    Attributes:
+        layers: Decoder layers.
+        vision_layers: Layers of a vision tower, if the model has one.
+        tp: The tensor-parallel ranks, set by the style `decoder`.
+    """
 
     layers: nn.ModuleList
-    vision_layers: Iterable[nn.Module] = ()  # of a tower beside the decoder
-    tp: TensorParallel | None = None  # set by the style `decoder`
+    vision_layers: Iterable[nn.Module] = ()
+    tp: TensorParallel | None = None
 
     def states(self, input_ids: Tensor, context: Any) -> Tensor:
         """Compute hidden states [B, S, D] of ids [B, S], sharded as the styles of the modules within.
@@ -235,16 +328,19 @@ class Stack(nn.Module):
 
     def forward(self, input_ids: Tensor, context: RowContext) -> Tensor:
         """Compute hidden states [B, S, D], complete on every tp rank. In the backward, gradients are summed over tp."""
-        tp, num_tokens = self.tp, input_ids.shape[1]
+        tp = self.tp
+        num_tokens = input_ids.shape[1]
         if tp is None:
             return self.states(input_ids, context)
         if not tp.sequence_parallel:
             return all_reduce_in_backward(self.states(input_ids, context), tp.group)
         if context.cache is not None:
             raise ValueError(
-                "a cache does not go with sequence parallel; read it inside `without_sequence_parallel(model)`"
+                "a KV cache cannot be used with sequence parallel. Call the model inside "
+                "`without_sequence_parallel(model)`"
             )
-        # Context parallel cuts the padded sequence in two again.
+        # Sequence parallel needs a multiple of tp. Context parallel divides the padded sequence into two halves, so the
+        # length must be even, too.
         missing = -num_tokens % math.lcm(2, tp.size)
         if missing:
             input_ids = F.pad(input_ids, (0, missing))
@@ -253,7 +349,14 @@ class Stack(nn.Module):
 
 
 class ParallelModel(nn.Module):
-    """The interface of a model to this package: its plan (module pattern -> style), its sizes, decoder and head."""
+    """The interface of a model to this package.
+
+    Attributes:
+        plan: Tensor-parallel plan: pattern of module names to name of a style.
+        config: Sizes of the model.
+        model: Decoder.
+        head: Output layer.
+    """
 
     plan: Mapping[str, str]
     config: ModelSizes
@@ -267,65 +370,92 @@ class ParallelModel(nn.Module):
 Style = Callable[[Any, TensorParallel], None]
 
 
-# Parameters of a linear layer with a row for each of its outputs, and with a column for each of its inputs.
-_OF_WEIGHT = ("weight", "weight_codes", "weight_scales")
-_OF_OUTPUTS = (*_OF_WEIGHT, "bias", "lora_B", "lora_magnitude")
-_OF_INPUTS = (*_OF_WEIGHT, "lora_A")
+# Parameters of a linear layer with one row per output, and those with one column per input. `weight_codes` and
+# `weight_scales` are a weight in NF4, and `lora_..` belong to an adapter.
+_WEIGHT = ("weight", "weight_codes", "weight_scales")
+_PER_OUTPUT = (*_WEIGHT, "bias", "lora_B", "lora_magnitude")
+_PER_INPUT = (*_WEIGHT, "lora_A")
 
 
 def colwise(module: LocalParameters, tp: TensorParallel, dim: int = 0) -> None:
-    """A linear layer that computes its share of the outputs, on an input that its block has entered with. An adapter's
-    A is whole on every rank; what it computes goes on in this rank's outputs alone, so its gradients are summed. dim:
-    of the outputs in a weight."""
-    _place(module, tp, _OF_OUTPUTS, Shard(dim))
-    _place(module, tp, ["lora_A"], Replicate(), grad=Partial())
+    """Shard the outputs of a linear layer whose input has entered its block.
+
+    An adapter's A is replicated. Each rank uses A's result only for its own outputs, so A's gradients are summed.
+
+    Args:
+        module: The layer.
+        tp: The tensor-parallel ranks.
+        dim: Dimension of the outputs in the weight.
+    """
+    _distribute(module, tp, _PER_OUTPUT, Shard(dim))
+    _distribute(module, tp, ["lora_A"], Replicate(), grad=Partial())
 
 
 def colwise_kv(module: LocalParameters, tp: TensorParallel) -> None:
-    """Cut keys and values as `colwise` does, whose heads the layer's `key_heads` counts. Fewer heads than ranks: each
-    rank computes the head that its queries read, from a replicated weight, whose gradients are summed."""
-    heads: int = getattr(module, "key_heads", None) or tp.key_heads
-    if heads % tp.size == 0:
+    """Shard a projection to keys or values by heads.
+
+    If there are fewer heads than ranks, the weight is replicated, and each rank computes the head that its queries
+    read. Gradients are summed. For example, with 2 key heads over tp = 4, ranks 0 and 1 compute
+    head 0, and ranks 2 and 3 head 1.
+
+    The number of heads is the layer's `key_heads`, or that of the model.
+    """
+    num_heads: int = getattr(module, "key_heads", None) or tp.key_heads
+    if num_heads % tp.size == 0:
         return colwise(module, tp)
-    mine = tp.rank // (tp.size // heads)
+    local_head = tp.rank // (tp.size // num_heads)
 
-    def rows(whole: Tensor) -> Tensor:
-        head = whole.shape[0] // heads
-        return whole[mine * head : (mine + 1) * head]
+    def select_head(full: Tensor) -> Tensor:
+        head_size = full.shape[0] // num_heads
+        return full[local_head * head_size : (local_head + 1) * head_size]
 
-    _place(module, tp, _OF_OUTPUTS, Replicate(), grad=Partial(), view=rows)
-    _place(module, tp, ["lora_A"], Replicate(), grad=Partial())
+    _distribute(module, tp, _PER_OUTPUT, Replicate(), grad=Partial(), select=select_head)
+    _distribute(module, tp, ["lora_A"], Replicate(), grad=Partial())
 
 
 def rowwise(module: LocalParameters, tp: TensorParallel) -> None:
-    """A linear layer that computes its share of the inputs' sum, and leaves the block."""
+    """Shard the inputs of a linear layer, and sum its partial outputs, which leave the block."""
     rowwise_within(module, tp)
     module.register_forward_hook(lambda module, inputs, output: tp.leave(output))
 
 
 def rowwise_within(module: LocalParameters, tp: TensorParallel, dim: int = 1) -> None:
-    """Cut a block that adds up itself as `rowwise` does. The bias is added once. What an adapter adds is a share of the
-    same sum: B is whole on every rank, its gradients are summed. dim: of the inputs in a weight."""
-    first = tp.rank == 0
-    _place(module, tp, _OF_INPUTS, Shard(dim))
-    _place(module, tp, ("lora_B", "lora_magnitude"), Replicate(), grad=Partial())
-    _place(module, tp, ["bias"], Replicate(), grad=Partial(), view=lambda whole: whole if first else whole * 0)
+    """Shard the inputs of a linear layer in a block that sums the partial outputs itself.
+
+    Only the first rank adds the bias. An adapter's B is replicated and its result is part of the sum, so B's gradients
+    are summed.
+
+    Args:
+        module: The layer.
+        tp: The tensor-parallel ranks.
+        dim: Dimension of the inputs in the weight.
+    """
+    is_first = tp.rank == 0
+
+    def select_bias(bias: Tensor) -> Tensor:
+        return bias if is_first else bias * 0
+
+    _distribute(module, tp, _PER_INPUT, Shard(dim))
+    _distribute(module, tp, ("lora_B", "lora_magnitude"), Replicate(), grad=Partial())
+    _distribute(module, tp, ["bias"], Replicate(), grad=Partial(), select=select_bias)
     module.tp = tp  # type: ignore[assignment]  # nn.Module's stub has a Tensor or a Module for every attribute
 
 
-def holder(module: Block | Stack, tp: TensorParallel) -> None:
-    """A `Block`, whose hidden states enter it here, or a `Stack`, whose hidden states come out whole."""
+def set_tensor_parallel(module: Block | Stack, tp: TensorParallel) -> None:
+    """Let a `Block` enter its hidden states, or a `Stack` complete its results."""
     module.tp = tp
 
 
 def within(module: Block, tp: TensorParallel) -> None:
-    """A `Block` inside another, whose hidden states have entered, and leave with those of the other."""
+    """Do nothing: the style of a `Block` inside another one, which communicates for both."""
 
 
 def sequence(module: LocalParameters, tp: TensorParallel) -> None:
-    """A norm between blocks, or a linear layer that is whole on every rank. Under sequence parallel a rank computes its
-    tokens, and the weights' gradients are summed."""
-    _place(module, tp, module._parameters, Replicate(), grad=Partial() if tp.sequence_parallel else Replicate())
+    """Replicate a norm between blocks, or a linear layer that every rank computes in full.
+
+    Under sequence parallel, each rank computes only its own tokens, so gradients are summed.
+    """
+    _distribute(module, tp, module._parameters, Replicate(), grad=Partial() if tp.sequence_parallel else Replicate())
     module.sequence_tp = tp  # type: ignore[assignment]  # as above
 
 
@@ -340,49 +470,51 @@ def latent(module: LocalParameters, tp: TensorParallel) -> None:
 
 
 def replicated(module: LocalParameters, tp: TensorParallel) -> None:
-    """A module outside blocks that every rank computes whole, as one process does: what a plan leaves out."""
-    _place(module, tp, module._parameters, Replicate())
+    """Replicate a module outside of blocks, which every rank computes in full: a module without a style."""
+    _distribute(module, tp, module._parameters, Replicate())
 
 
 def summed(module: LocalParameters, tp: TensorParallel) -> None:
-    """A module that is whole on every rank, and whose gradients are summed: in a block a norm over each head of q or k,
-    of which a rank norms its own, or a router, by which it weighs its share of the results; outside of blocks a vision
-    tower, by which it encodes its share of the images."""
-    _place(module, tp, module._parameters, Replicate(), grad=Partial())
+    """Replicate a module of which each rank computes another part, so gradients are summed.
+
+    In a block this is a norm over each head of q or k (each rank has other heads) or a router (each rank weights its
+    own part of the results). Outside of blocks it is a vision tower (each rank encodes other images).
+    """
+    _distribute(module, tp, module._parameters, Replicate(), grad=Partial())
 
 
 def expert_colwise(module: LocalParameters, tp: TensorParallel) -> None:
-    """Cut each expert's matrix of [E, out, in], and its bias of [E, out], as `colwise` does."""
+    """Shard the outputs of each expert's matrix, [E, out, in], and bias, [E, out], as `colwise` does."""
     colwise(module, tp, 1)
 
 
 def expert_rowwise(module: LocalParameters, tp: TensorParallel) -> None:
-    """Cut each expert's matrix of [E, out, in] as `rowwise_within` does; biases are [E, out]."""
+    """Shard the inputs of each expert's matrix, [E, out, in], as `rowwise_within` does. Biases are [E, out]."""
     rowwise_within(module, tp, 2)
 
 
 def heads(module: LocalParameters, tp: TensorParallel) -> None:
-    """A module in a block whose parameters have rows for each head or channel: a rank has those of its heads."""
-    _place(module, tp, module._parameters, Shard(0))
+    """Shard the rows of a module in a block whose parameters have rows for each head or channel."""
+    _distribute(module, tp, module._parameters, Shard(0))
 
 
 def vocab_rows(module: VocabEmbedding | VocabHead, tp: TensorParallel) -> None:
-    """A `VocabEmbedding` or `VocabHead` of this rank's rows of the vocabulary."""
-    _place(module, tp, ["weight"], Shard(0))
+    """Shard an embedding or a head over the vocabulary."""
+    _distribute(module, tp, ["weight"], Shard(0))
     module.tp = tp
 
 
 def score_head(module: ScoreHead, tp: TensorParallel) -> None:
-    """A `ScoreHead`, whose columns the ranks share out."""
-    _place(module, tp, ["weight"], Shard(1))
+    """Shard the columns of a classifier's head."""
+    _distribute(module, tp, ["weight"], Shard(1))
     module.tp = tp
 
 
 STYLES: dict[str, Style] = {
-    "block": holder,
+    "block": set_tensor_parallel,
     "colwise": colwise,
     "colwise_kv": colwise_kv,
-    "decoder": holder,
+    "decoder": set_tensor_parallel,
     "expert_colwise": expert_colwise,
     "expert_rowwise": expert_rowwise,
     "head_norm": summed,
@@ -398,7 +530,7 @@ STYLES: dict[str, Style] = {
     "vocab_head": vocab_rows,
     "within": within,
 }
-# The class of module that each style needs; those not listed here need LocalParameters.
+# The module class that each style needs. Styles that are not listed need `LocalParameters`.
 STYLE_MODULES: dict[str, type[nn.Module]] = {
     "block": Block,
     "decoder": Stack,
@@ -411,54 +543,77 @@ STYLE_MODULES: dict[str, type[nn.Module]] = {
 
 @contextmanager
 def without_sequence_parallel(model: nn.Module) -> Iterator[None]:
-    """Inside, sequence parallel cuts nothing in `model`: a forward is that of tensor parallel alone, which decodes one
-    token at a time. No backward: the gradients of the norms would be wrong. After, as before, whatever happens."""
-    cutting = {id(tp): tp for module in model.modules() if (tp := getattr(module, "tp", None)) and tp.sequence_parallel}
+    """Context in which `model` runs without sequence parallel, as decoding needs: one token cannot be sharded.
+
+    Tensor parallel stays. The previous state is restored also if an error is raised. No backward is allowed inside,
+    because the gradients of norms would be wrong.
+    """
+    switched_off: dict[int, TensorParallel] = {}  # modules share these objects
+    for module in model.modules():
+        tp = getattr(module, "tp", None)
+        if tp is not None and tp.sequence_parallel:
+            switched_off[id(tp)] = tp
     try:
-        for tp in cutting.values():
+        for tp in switched_off.values():
             tp.sequence_parallel = False
         yield
     finally:
-        for tp in cutting.values():
+        for tp in switched_off.values():
             tp.sequence_parallel = True
 
 
 def gather_vocabulary(logits: Tensor) -> Tensor:
-    """[B, V] whole on every tp rank, from a head's DTensor sharded on V; a plain tensor as it is. One all-gather."""
+    """Gather logits that are sharded over the vocabulary.
+
+    Args:
+        logits: [B, V], a DTensor of a `VocabHead`, or any other tensor, which is returned itself.
+
+    Returns:
+        [B, V], complete on every tp rank.
+
+    Collectives:
+        One all-gather for a DTensor.
+    """
     if not isinstance(logits, DTensor):
         return logits
-    size, vocabulary = logits.device_mesh.size(), logits.shape[1]
+    num_ranks, vocab_size = logits.device_mesh.size(), logits.shape[1]
     local = logits.to_local()
-    # Every rank holds ceil(V / tp) columns but the last ones, whose padding lies beyond V once all are joined.
-    padded = F.pad(local, (0, -(-vocabulary // size) - local.shape[1]))
-    return all_gather(padded, 1, logits.device_mesh.get_group())[:, :vocabulary]
+    # All shards must have ceil(V / tp) columns. Only the last ones are shorter, so their padding ends up behind V.
+    max_columns = -(-vocab_size // num_ranks)
+    padded = F.pad(local, (0, max_columns - local.shape[1]))
+    return all_gather(padded, 1, logits.device_mesh.get_group())[:, :vocab_size]
 
 
-def _place(
+def _distribute(
     module: LocalParameters,
     tp: TensorParallel,
     names: Iterable[str],
     placement: Placement,
     *,
     grad: Placement | None = None,
-    view: Callable[[Tensor], Tensor] | None = None,
+    select: Callable[[Tensor], Tensor] | None = None,
 ) -> None:
-    """Make the parameters `names`, as far as they are there, DTensors placed so, and `module.local(name)` what this
-    rank computes with. No collective.
+    """Make parameters DTensors on the tp mesh, and set their views. No collective.
 
-    grad: the placement of the local gradients (Partial: they are summed; default: the parameter's). view: from the
-    local part to what this rank computes with.
-    The ranks must hold the same values before.
+    All ranks must have the same values before.
+
+    Args:
+        module: The module.
+        tp: The tensor-parallel ranks.
+        names: Names of parameters. Those that the module does not have are skipped.
+        placement: Placement of the parameters.
+        grad: Placement of their local gradients. None: as the parameters.
+        select: See `LocalView.select`.
     """
     for name in names:
-        whole = module._parameters.get(name)
-        if whole is None:
+        full = module._parameters.get(name)
+        if full is None:
             continue
-        if not isinstance(whole, DTensor):
-            local = whole.detach()
+        if not isinstance(full, DTensor):
+            local = full.detach()
             if isinstance(placement, Shard):
-                start, end = chunk_bounds(whole.shape[placement.dim], tp.size, tp.rank)
+                start, end = chunk_bounds(full.shape[placement.dim], tp.size, tp.rank)
                 local = local.narrow(placement.dim, start, end - start).clone()
-            placed = make_dtensor(local, tp.mesh, [placement], whole)
-            module._parameters[name] = nn.Parameter(placed, requires_grad=whole.requires_grad)
-        module.local_views = {**module.local_views, name: LocalView(grad or placement, view)}
+            dtensor = make_dtensor(local, tp.mesh, [placement], full)
+            module._parameters[name] = nn.Parameter(dtensor, requires_grad=full.requires_grad)
+        module.local_views = {**module.local_views, name: LocalView(grad or placement, select)}

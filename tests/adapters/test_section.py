@@ -338,8 +338,8 @@ def my_style(module, tp):
     [
         ("colwise", None),
         (colwise, None),
-        (my_style, "model.layers.*.mlp.gate_proj: my_style does not know the adapter beside this layer; give it"),
-        (ColwiseParallel(), "ColwiseParallel does not know the adapter beside this layer; give it a named style"),
+        (my_style, "model.layers.*.mlp.gate_proj: my_style does not know the adapter of this layer; give it"),
+        (ColwiseParallel(), "ColwiseParallel does not know the adapter of this layer; give it a named style"),
     ],
 )
 def test_a_style_of_one_s_own_is_refused_beside_an_adapter(tmp_path, style, answer):

@@ -155,7 +155,7 @@ def test_the_table_of_functions_is_read_by_class_and_by_name(tmp_path):
 
 
 def test_a_style_for_rotary_modules_says_why_it_means_nothing():
-    with pytest.raises(NotImplementedError, match="RotaryEmbedParallel .* have none: .* leave the entry out"):
+    with pytest.raises(NotImplementedError, match="RotaryEmbedParallel .* have none: .* Leave the entry out"):
         RotaryEmbedParallel(use_local_output=True)
 
 

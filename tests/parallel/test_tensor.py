@@ -185,7 +185,7 @@ def generate_from_a_cache(rank, config):
         assert torch.allclose(decoded(parallel), expected, rtol=1e-12)
         sequence = copy.deepcopy(model)
         apply_plan(sequence, mesh, sequence.plan, sequence_parallel=True)
-        with pytest.raises(ValueError, match="cache does not go with sequence parallel"):
+        with pytest.raises(ValueError, match="cache cannot be used with sequence parallel"):
             decoded(sequence)
         with without_sequence_parallel(sequence):
             assert torch.allclose(decoded(sequence), expected, rtol=1e-12)

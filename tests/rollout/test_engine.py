@@ -83,7 +83,7 @@ def test_experts_are_those_of_transformers(look_every, tmp_path, monkeypatch):
     save(theirs, tmp_path / "model")
     theirs = theirs.double()
     model = models.from_pretrained(tmp_path / "model", torch.float64)
-    monkeypatch.setitem(engine_module._LOOK_EVERY, "cpu", look_every)
+    monkeypatch.setitem(engine_module._STEPS_PER_READ, "cpu", look_every)
     requests = [replace(one, routed=one.sample_index != 1) for one in mixed()]
     drawn = Engine(model, max_rows=4, records_routing=True).generate(requests)
     same(drawn, Engine(model).generate(mixed()))
@@ -194,7 +194,7 @@ def test_a_group_reads_its_prompt_once(monkeypatch):
 def test_rare_looks_change_nothing(monkeypatch, look_every):
     model, requests = build("gemma3"), mixed()
     expected = Engine(model).generate(requests)
-    monkeypatch.setattr(engine_module, "_LOOK_EVERY", {"cpu": look_every})
+    monkeypatch.setattr(engine_module, "_STEPS_PER_READ", {"cpu": look_every})
     same(Engine(model, max_rows=5).generate(requests), expected)
 
 

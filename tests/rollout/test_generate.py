@@ -84,8 +84,8 @@ def test_rows_that_end_leave_and_the_others_go_on_the_same(model):
 
 def test_the_last_look_comes_with_the_last_token_where_looks_are_rare(model, monkeypatch):
     expected = generate(model, PROMPTS, max_new_tokens=11, eos_ids=[1, 2, 3], temperature=1.0)
-    monkeypatch.setattr("dtrain.inference.engine._LOOK_EVERY", {})
-    monkeypatch.setattr("dtrain.inference.engine._LOOK_EVERY_ELSEWHERE", 4)
+    monkeypatch.setattr("dtrain.inference.engine._STEPS_PER_READ", {})
+    monkeypatch.setattr("dtrain.inference.engine._STEPS_PER_READ_ELSEWHERE", 4)
     assert generate(model, PROMPTS, max_new_tokens=11, eos_ids=[1, 2, 3], temperature=1.0) == expected
 
 

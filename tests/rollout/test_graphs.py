@@ -53,7 +53,7 @@ def test_the_tokens_are_those_without_graphs(variant):
 @pytest.mark.slow
 def test_rows_come_and_go(monkeypatch):
     """Few rows at a time, ended ones noticed late: shapes come again, and replays go on with other rows."""
-    monkeypatch.setattr(engine_module, "_LOOK_EVERY", {"cpu": 3})
+    monkeypatch.setattr(engine_module, "_STEPS_PER_READ", {"cpu": 3})
     model, asked, makers = build("qwen3"), requests(12), Makers()
     same(Engine(model, max_rows=4, steps=makers.steps(model)).generate(asked), Engine(model).generate(asked))
     assert makers.total("replayed") > makers.total("captured")
@@ -77,7 +77,7 @@ def test_rows_of_prompts_are_rounded_up(count, samples, table):
     for row in range(count * samples):
         store.new_row(row)
     decode = Decode(store, [prompt for prompt in prompts for _ in range(samples)], torch.device("cpu"), fixed=True)
-    assert decode._shared[0].table.shape == table
+    assert decode._prompt_parts[0].table.shape == table
 
 
 def test_weights_that_moved_are_captured_anew():
@@ -146,7 +146,7 @@ def test_a_graph_that_is_wrong_is_given_up(change, words):
 @pytest.mark.parametrize("variant", ["qwen3", "qwen3.5", "gemma3"])
 def test_graphs_are_kept_for_the_next_engine(variant, monkeypatch):
     """With what they read, also where work was given up in numbers that are none."""
-    monkeypatch.setattr(engine_module, "_LOOK_EVERY", {"cpu": 16})
+    monkeypatch.setattr(engine_module, "_STEPS_PER_READ", {"cpu": 16})
     model, makers = build(variant), Makers()
     asked = [Request(prompt, SamplingParams(6), 1, index) for index, prompt in enumerate(PROMPTS[:2] + PROMPTS[4:])]
     expected, steps = Engine(model).generate(asked), makers.steps(model, keeps=2**30)
@@ -164,7 +164,9 @@ def test_graphs_are_kept_for_the_next_engine(variant, monkeypatch):
     steps = makers.steps(model, keeps=1000)
     for _ in range(2):
         same(Engine(model, steps=steps).generate(asked), expected)
-    assert makers.total("captured") == 3 and "anew in each rollout: what they read takes 0.00 GiB" in steps.lost
+    assert (
+        makers.total("captured") == 3 and "anew in each rollout: what they read takes 0.00 GiB" in steps.not_kept_reason
+    )
 
 
 def test_keys_that_moved_are_captured_anew():

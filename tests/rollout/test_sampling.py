@@ -58,7 +58,7 @@ def test_draws_and_logprobs_are_those_of_a_dense_oracle(vocab, dtype, tolerance)
     keys = [request_key(Request([1], one, 0, row)) for row, one in enumerate(SETTINGS)]
     for position in range(20):
         at = torch.full((len(SETTINGS),), position)
-        tokens, logprobs = Sampler(SETTINGS, keys, CPU).draw(logits, at)
+        tokens, logprobs = Sampler(SETTINGS, keys, CPU).sample(logits, at)
         numbers = sampling.uniform(at, torch.tensor(keys))
         for row, settings in enumerate(SETTINGS):
             expected = dense(logits[row], settings)
@@ -75,12 +75,12 @@ def test_draws_and_logprobs_are_those_of_a_dense_oracle(vocab, dtype, tolerance)
 def test_rows_do_not_depend_on_what_stands_beside_them(monkeypatch):
     logits = logits_of(len(SETTINGS), 300, dtype=torch.float32)
     keys, at = list(range(len(SETTINGS))), torch.arange(len(SETTINGS))
-    together = Sampler(SETTINGS, keys, CPU).draw(logits, at)
-    monkeypatch.setattr(sampling, "_CHUNK", {"cpu": 700})
-    monkeypatch.setattr(sampling, "_LIKELIEST", 4)
-    cut = Sampler(SETTINGS, keys, CPU).draw(logits, at)
+    together = Sampler(SETTINGS, keys, CPU).sample(logits, at)
+    monkeypatch.setattr(sampling, "_ELEMENTS_PER_CHUNK", {"cpu": 700})
+    monkeypatch.setattr(sampling, "_TOP_P_CANDIDATES", 4)
+    cut = Sampler(SETTINGS, keys, CPU).sample(logits, at)
     for row in range(len(SETTINGS)):
-        alone = Sampler(SETTINGS[row : row + 1], keys[row : row + 1], CPU).draw(
+        alone = Sampler(SETTINGS[row : row + 1], keys[row : row + 1], CPU).sample(
             logits[row : row + 1], at[row : row + 1]
         )
         for found in (together, cut):
@@ -111,14 +111,14 @@ def test_filters_are_transformers(top_k, top_p, min_p):
 
 def test_equals_of_the_last_one_kept_stay():
     equal = torch.tensor([[0.4, 0.2, 0.2, 0.2]])
-    assert (sampling.filter_probabilities(equal, top_k=torch.tensor([2]), most=2) > 0).all()
+    assert (sampling.filter_probabilities(equal, top_k=torch.tensor([2]), max_top_k=2) > 0).all()
     assert (sampling.filter_probabilities(equal, top_p=torch.tensor([[0.5]])) > 0).all()
 
 
 @pytest.mark.parametrize("settings", [SETTINGS[0], SETTINGS[2], SETTINGS[3], SETTINGS[4]])
 def test_draws_have_the_distribution(settings):
     logits, count = logits_of(1, 8), 40_000
-    tokens, _ = Sampler([settings] * count, [7] * count, CPU).draw(logits.expand(count, -1), torch.arange(count))
+    tokens, _ = Sampler([settings] * count, [7] * count, CPU).sample(logits.expand(count, -1), torch.arange(count))
     shares = tokens.bincount(minlength=8) / count
     probabilities = dense(logits[0], settings).exp()
     assert (shares - probabilities).abs().max() < 4 * 0.5 / count**0.5  # four standard deviations at the most
@@ -153,7 +153,7 @@ def test_temperatures_near_0_take_the_likeliest_and_leave_the_neighbours_bits(dt
     cold = [SamplingParams(9, temperature), SamplingParams(9, temperature, top_k=7, top_p=0.5, min_p=0.1)]
     keys = [request_key(Request([1], one, 0, row)) for row, one in enumerate(SETTINGS)]
     at = torch.zeros(len(SETTINGS) + 2, dtype=torch.int64)
-    tokens, logprobs = Sampler([*SETTINGS, *cold], [*keys, 1, 2], CPU).draw(logits, at)
+    tokens, logprobs = Sampler([*SETTINGS, *cold], [*keys, 1, 2], CPU).sample(logits, at)
     assert tokens[-2:].tolist() == logits[-2:].argmax(-1).tolist() and logprobs[-2:].tolist() == [0.0, 0.0]
-    alone = Sampler(SETTINGS, keys, CPU).draw(logits[:-2], at[:-2])
+    alone = Sampler(SETTINGS, keys, CPU).sample(logits[:-2], at[:-2])
     assert tokens[:-2].equal(alone[0]) and logprobs[:-2].equal(alone[1])

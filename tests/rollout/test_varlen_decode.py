@@ -43,7 +43,7 @@ def test_completions_are_those_of_products(variant):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_completions_with_rounded_sizes(variant, monkeypatch):
     """By kernels, for the CPU's experts are no graph; by graphs where there are none."""
-    monkeypatch.setattr(engine_module, "_LOOK_EVERY", {"cpu": 3})
+    monkeypatch.setattr(engine_module, "_STEPS_PER_READ", {"cpu": 3})
     model, makers = build(variant), Makers()
     steps = makers.steps(model)
     steps.obstacle = "experts" if model.routing is not None else None
@@ -119,8 +119,8 @@ def test_keys_read():
     assert decode.attend(0, q, k, v, 0.25).isfinite().all()  # of rows without a sequence too
     assert flash.keys == sum(6 + 10 * row for row in range(33)) + (40 - 33) + 100 + 120 + 70 + 90 + 127
     products.begin()
-    own = sum(len(own.indices) * own.views[None].keys for own in products._own)
-    shared = sum(shared.table.shape[0] * shared.views[None].keys for shared in products._shared)
+    own = sum(len(own.indices) * own.views[None].keys for own in products._row_parts)
+    shared = sum(shared.table.shape[0] * shared.views[None].keys for shared in products._prompt_parts)
     assert (own, shared) == (40 * 512, 8 * 128)
 
 
@@ -168,7 +168,7 @@ def test_queries_of_prompts():
 def test_graphs_of_any_length(monkeypatch):
     """Rows that end one by one: shapes differ in their number and in the sizes of their prompts, and mostly come again
     in the next rollout."""
-    monkeypatch.setattr(engine_module, "_LOOK_EVERY", {"cpu": 8})
+    monkeypatch.setattr(engine_module, "_STEPS_PER_READ", {"cpu": 8})
     model = build("qwen3")
     sampling = SamplingParams(70, 1.0, stop_ids=(3, 11, 17))
     prompts = [[(at * at + 7 * n) % 60 for n in range(5 + 9 * at)] for at in range(5)]

@@ -72,7 +72,7 @@ def poisoned(root, request):
 def test_a_poisoned_row_fails_alone(poisoned, look_every, monkeypatch):
     """Its neighbours draw the tokens of a batch with sound weights, as do rows that get its place in the cache later;
     padding with a poisoned token harms no one."""
-    monkeypatch.setattr(engine_module, "_LOOK_EVERY", {"cpu": look_every})
+    monkeypatch.setattr(engine_module, "_STEPS_PER_READ", {"cpu": look_every})
     net, sound = poisoned
     sampling = SamplingParams(max_new_tokens=40, temperature=0.0)
     lengths = (16, 10, 13, 7, 1, 2)  # those that come later leave some of the poisoned prompt's place unwritten

@@ -98,7 +98,7 @@ class VisionTower(nn.Module):
         for module in self.modules():
             if isinstance(module, LocalParameters):
                 for view in module.local_views.values():
-                    if not isinstance(view.grad, Partial):
+                    if not isinstance(view.grad_placement, Partial):
                         return False
         return True
 

@@ -23,7 +23,12 @@ from dtrain.parallel.collectives import begin_all_gather, begin_reduce_scatter, 
 
 
 def get_chunk_indices(rank: int, size: int) -> tuple[int, int]:
-    """Return the indices of the two chunks of a rank, out of 2·size chunks, in the order of the rank."""
+    """Return the indices of a rank's head and tail chunk, out of 2·size chunks.
+
+    Example:
+        >>> [get_chunk_indices(rank, 2) for rank in range(2)]
+        [(0, 3), (1, 2)]
+    """
     return rank, 2 * size - 1 - rank
 
 
@@ -32,6 +37,10 @@ def shard_sequence(tensor: Tensor, rank: int, size: int, dim: int = 1) -> Tensor
 
     Raises:
         ValueError: If 2·size does not divide S.
+
+    Example:
+        >>> [shard_sequence(torch.arange(8), rank, 2, dim=0).tolist() for rank in range(2)]
+        [[0, 1, 6, 7], [2, 3, 4, 5]]
     """
     if tensor.shape[dim] % (2 * size):
         raise ValueError(
@@ -50,11 +59,13 @@ def mesh_rank(mesh: DeviceMesh) -> int:
 def find_sequences(positions: Tensor, ends: Tensor) -> Tensor:
     """Return the index of the packed sequence that contains each position.
 
-    For example, positions 0, 7, 8 and ends [0, 8, 12]: sequences 0, 0, 1.
-
     Args:
         positions: Packed positions, [n].
         ends: cu_seqlens: the end of each sequence, after a 0, [N + 1].
+
+    Example:
+        >>> find_sequences(torch.tensor([0, 7, 8]), torch.tensor([0, 8, 12])).tolist()
+        [0, 0, 1]
     """
     return torch.searchsorted(ends[1:].contiguous(), positions, right=True)
 
@@ -73,6 +84,10 @@ def get_rank_positions(ends: Tensor, tokens: int, rank: int, size: int) -> Tenso
 
     Returns:
         [tokens / size], rising.
+
+    Example:
+        >>> get_rank_positions(torch.tensor([0, 8, 12]), 12, 0, 2).tolist()
+        [0, 1, 6, 7, 8, 11]
     """
     # A rank has 1/size of each sequence, so its own tokens are packed with the ends divided by size.
     local_positions = torch.arange(tokens // size, device=ends.device)
@@ -129,6 +144,10 @@ def pad_right(tensor: Tensor, multiple: int, pad: float | int | bool | None, dim
         multiple: The length will be a multiple of it.
         pad: Value of the padding. None: the values count on by 1, as positions do. For example, 0 1 2 becomes 0 1 2 3.
         dim: The dimension of the sequence.
+
+    Example:
+        >>> pad_right(torch.arange(3), 4, None, 0).tolist()
+        [0, 1, 2, 3]
     """
     missing = -tensor.shape[dim] % multiple
     if not missing:
@@ -139,7 +158,9 @@ def pad_right(tensor: Tensor, multiple: int, pad: float | int | bool | None, dim
         return torch.cat([tensor, tensor.new_full(shape, pad)], dim)
     last = tensor.narrow(dim, tensor.shape[dim] - 1, 1)
     steps = torch.arange(1, missing + 1, device=tensor.device, dtype=tensor.dtype)
-    return torch.cat([tensor, last + steps.view([-1 if axis == dim else 1 for axis in range(tensor.dim())])], dim)
+    steps_shape = [1] * tensor.dim()
+    steps_shape[dim] = -1
+    return torch.cat([tensor, last + steps.view(steps_shape)], dim)
 
 
 def join_sequence(parts: Sequence[Tensor], dim: int = 1) -> Tensor:
@@ -151,7 +172,8 @@ def join_sequence(parts: Sequence[Tensor], dim: int = 1) -> Tensor:
     """
     chunks: dict[int, Tensor] = {}
     for rank, part in enumerate(parts):
-        chunks |= zip(get_chunk_indices(rank, len(parts)), part.chunk(2, dim), strict=True)
+        head_index, tail_index = get_chunk_indices(rank, len(parts))
+        chunks[head_index], chunks[tail_index] = part.chunk(2, dim)
     return torch.cat([chunks[index] for index in range(2 * len(parts))], dim)
 
 
@@ -238,8 +260,8 @@ class _End(torch.autograd.Function):
     @staticmethod
     def forward(ctx, flat, parts, shapes, dim, group):
         ctx.dim, ctx.group = dim, group
-        of_ranks = flat_views(wait(parts), shapes)  # [ranks, .., S/ranks, ..] each
-        return tuple(join_sequence(one.unbind(0), dim) for one in of_ranks)
+        gathered = flat_views(wait(parts), shapes)  # one tensor [ranks, .., S/ranks, ..] per stream
+        return tuple(join_sequence(stream.unbind(0), dim) for stream in gathered)
 
     @staticmethod
     def backward(ctx, *grads):

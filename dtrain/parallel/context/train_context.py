@@ -81,8 +81,10 @@ def make_cp_batch_for_te(
     shape = batch["input_ids"].shape[:2]
     if num_chunks < 1 or shape[0] % num_chunks:
         raise ValueError(f"num_chunks={num_chunks} does not divide the {shape[0]} rows")
-    names = [name for name, value in batch.items() if isinstance(value, Tensor) and value.shape[:2] == shape]
-    streams = {name: batch[name] for name in names if name not in CONSUMED}
+    streams: dict[str, Tensor] = {}  # tensors with one value per token
+    for name, value in batch.items():
+        if isinstance(value, Tensor) and value.shape[:2] == shape and name not in CONSUMED:
+            streams[name] = value
     if batch["labels"].shape[:2] != shape:
         raise ValueError(f"labels {list(batch['labels'].shape)} are not as long as input_ids {list(shape)}")
     if return_local_indices:
@@ -90,18 +92,23 @@ def make_cp_batch_for_te(
     positions = batch.get("position_ids")
     if positions is not None:  # with the dimension of rows first, like the other streams
         streams["position_ids"] = positions.expand(*positions.shape[:-2], *shape).movedim(-2, 0)
-    lengths = [batch[name].to(batch["input_ids"].device, torch.int64) for name in ("seq_lens", "seq_lens_padded")]
+    device = batch["input_ids"].device
+    lengths = batch["seq_lens"].to(device, torch.int64)
+    padded_lengths = batch["seq_lens_padded"].to(device, torch.int64)
     chunks = []
     for index in range(num_chunks):
         rows = slice(index * shape[0] // num_chunks, (index + 1) * shape[0] // num_chunks)
-        part = {name: stream[rows] for name, stream in streams.items()}
-        flat = _flatten(part, lengths[0][rows], lengths[1][rows], seq_lens_padding_value)
+        chunk_streams = {name: stream[rows] for name, stream in streams.items()}
+        flat = _flatten(chunk_streams, lengths[rows], padded_lengths[rows], seq_lens_padding_value)
         chunks.append(_shard_thd_chunk_for_te(flat, cp_mesh, qkv_format, seq_lens_padding_value, padding_token_id))
     result = chunks[0] if num_chunks == 1 else _stack(chunks, seq_lens_padding_value)
     indices = result.pop("local_indices", None)
-    others = {name: value for name, value in batch.items() if name not in (*streams, *CONSUMED, "position_ids")}
-    result = others | result
-    return (result, indices if num_chunks == 1 else None) if return_local_indices else result
+    replaced = {*streams, *CONSUMED, "position_ids"}
+    unchanged = {name: value for name, value in batch.items() if name not in replaced}
+    result = unchanged | result
+    if not return_local_indices:
+        return result
+    return result, indices if num_chunks == 1 else None
 
 
 def _shard_thd_chunk_for_te(
@@ -129,8 +136,12 @@ def _shard_thd_chunk_for_te(
         raise ValueError("cu_seqlens is missing: a thd batch needs the ends of its sequences")
     ends = ends.to(torch.int32)
     total = batch["input_ids"].shape[0]
-    tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor) and name not in CONSUMED[-2:]}
-    streams = {name: value for name, value in tensors.items() if name == "position_ids" or value.shape[:1] == (total,)}
+    streams: dict[str, Tensor] = {}  # tensors with one value per token
+    for name, value in batch.items():
+        if not isinstance(value, Tensor) or name in ("cu_seqlens", "cu_seqlens_padded"):
+            continue
+        if name == "position_ids" or value.shape[:1] == (total,):
+            streams[name] = value
     if "padding_mask" not in streams:
         if streams["input_ids"].dim() > 1:
             raise ValueError("padding_mask is missing: it cannot be derived from embeddings")
@@ -138,8 +149,9 @@ def _shard_thd_chunk_for_te(
     used = ends[ends != seq_lens_padding_value]
     if cp_mesh is not None and cp_mesh.size() > 1:
         index = _get_rank_positions(used, total, cp_mesh.size(), mesh_rank(cp_mesh))
-        dims = {"position_ids": -1}
-        streams = {name: stream.index_select(dims.get(name, 0), index) for name, stream in streams.items()}
+        for name, stream in streams.items():
+            token_dim = -1 if name == "position_ids" else 0
+            streams[name] = stream.index_select(token_dim, index)
     lengths = used.diff()
     return {
         **batch,
@@ -183,12 +195,12 @@ def _get_rank_positions(ends: Tensor, total: int, size: int, rank: int) -> Tenso
     return get_rank_positions(ends.to(torch.int64), total, rank, size)
 
 
-def _flatten(streams: Mapping[str, Tensor], own: Tensor, padded: Tensor, sentinel: int) -> dict[str, Tensor]:
+def _flatten(streams: Mapping[str, Tensor], lengths: Tensor, padded: Tensor, sentinel: int) -> dict[str, Tensor]:
     """Concatenate rows: streams [B, S, ...] to [T, ...], and position_ids [B, .., S] to [..., T].
 
     Args:
         streams: Tensors of some rows.
-        own: Lengths of the sequences without padding, [B, P].
+        lengths: Lengths of the sequences without padding, [B, P].
         padded: Lengths with padding, [B, P].
         sentinel: Value of unused lengths.
 
@@ -203,12 +215,12 @@ def _flatten(streams: Mapping[str, Tensor], own: Tensor, padded: Tensor, sentine
     filled = torch.where(used, padded, 0).sum(1)
     if bool((filled != width).any()):
         raise ValueError(f"seq_lens_padded sum to {filled.tolist()} in the rows, which have {width} tokens each")
-    if padded.shape != own.shape or bool(((own != sentinel) != used).any()) or bool((own > padded).any()):
+    if padded.shape != lengths.shape or bool(((lengths != sentinel) != used).any()) or bool((lengths > padded).any()):
         raise ValueError(
             "seq_lens and seq_lens_padded must have the same sequences, none longer than its padded length"
         )
-    lengths = padded[used]
-    ends = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+    used_lengths = padded[used]
+    ends = torch.cat([used_lengths.new_zeros(1), used_lengths.cumsum(0)])
     positions = torch.arange(rows * width, device=ends.device)
     sequence = find_sequences(positions, ends)
     offsets = positions - ends[sequence]
@@ -218,7 +230,7 @@ def _flatten(streams: Mapping[str, Tensor], own: Tensor, padded: Tensor, sentine
         position_ids = streams["position_ids"].movedim(0, -2).flatten(-2)
         if position_ids.dim() > 1:
             position_ids = position_ids[:, None]  # coordinates: [R, 1, T]
-    padding_mask = offsets >= own[used][sequence]
+    padding_mask = offsets >= lengths[used][sequence]
     return flat | {"position_ids": position_ids, "padding_mask": padding_mask, "cu_seqlens": ends}
 
 
@@ -308,8 +320,9 @@ def make_cp_batch_and_ctx(
         ValueError: If a stream is not as long as the ids, or if `attention_mask` hides anything but padding at the end
             of rows.
     """
-    names = getattr(device_mesh, "mesh_dim_names", None) or ()
-    cp_mesh = device_mesh["cp"] if device_mesh is not None and "cp" in names else None
+    cp_mesh = None
+    if device_mesh is not None and "cp" in (getattr(device_mesh, "mesh_dim_names", None) or ()):
+        cp_mesh = device_mesh["cp"]
     if use_te:
         if extra_seq_buffers:
             raise ValueError("extra_seq_buffers: the flat form of use_te cuts every stream by its shape")
@@ -326,7 +339,9 @@ def make_cp_batch_and_ctx(
         batch["labels"] = labels
     if loss_mask is not None:
         batch["loss_mask"] = loss_mask
-    tokens = "inputs_embeds" if "inputs_embeds" in batch and "input_ids" not in batch else "input_ids"
+    tokens = "input_ids"
+    if "inputs_embeds" in batch and "input_ids" not in batch:
+        tokens = "inputs_embeds"
     for name in (tokens, "labels", *(extra_seq_buffers or ())):
         if name not in batch:
             raise KeyError(f"{name} is missing: context parallel cuts it")
