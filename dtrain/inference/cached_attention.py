@@ -132,7 +132,7 @@ class Prefill:
 
     def read_states(self, layer: int) -> tuple[Tensor, ...]:
         """Raise ValueError, because prompts start without states of linear attention."""
-        raise ValueError("a prompt goes on from nothing")
+        raise ValueError("a prompt has no states of linear attention before it")
 
     def write_states(self, layer: int, *states: Tensor) -> None:
         """Store the states [B, ..] of linear attention after the prompts' last tokens."""

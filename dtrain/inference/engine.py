@@ -114,8 +114,8 @@ class NonFiniteLogits(UserError):
     def __init__(self, tickets: Sequence[Ticket]):
         self.tickets = tickets
         super().__init__(
-            "the model's logits are not finite, nothing can be drawn from them; "
-            "are its weights sound, and is its dtype wide enough?"
+            "the model's logits are not finite, so no token can be sampled. Check that its weights have no NaN, and "
+            "that its dtype is wide enough (float16 overflows above 65504)"
         )
 
 
@@ -237,7 +237,7 @@ class Engine:
             Interrupted: If the peers give up.
         """
         if self.has_work:
-            raise ValueError("generate needs an engine without work; use add and step beside others")
+            raise ValueError("generate needs an engine without work. Use add and step to run requests next to others")
         for index, request in enumerate(requests):
             self.check(request, f"request {index}")
         tickets = [self._enqueue(request) for request in requests]
@@ -590,17 +590,20 @@ class Engine:
         max_positions = config.max_document_length
         if max_positions is not None and max_length > max_positions:
             raise UserError(
-                f"{name} may come to {max_length} tokens, and with LongRoPE this model takes {max_positions}; lower "
+                f"{name} may come to {max_length} tokens, and with LongRoPE this model takes {max_positions}. Lower "
                 f"max_new_tokens={request.sampling.max_new_tokens}, or shorten the prompt"
             )
         if request.routed and not self._records_routing:
-            raise UserError(f"{name} asks which experts tokens go to, which is told of a mixture of experts alone")
+            raise UserError(
+                f"{name} asks for the experts of its tokens, which this engine does not record (only a mixture of "
+                "experts has any)"
+            )
         needed = slot_size(len(request.prompt)) + slot_size(request.sampling.max_new_tokens)
         if needed > self.budget.tokens:
             raise UserError(
                 f"{name} may come to {needed} positions of keys and values (slots are powers of two), and there is "
-                f"room for {self.budget.tokens}; lower max_new_tokens={request.sampling.max_new_tokens}, or give it "
-                "more memory"
+                f"room for {self.budget.tokens}. Lower max_new_tokens={request.sampling.max_new_tokens}, or free "
+                "some memory"
             )
 
 

@@ -117,7 +117,7 @@ def generate_text(
     torch_device, directory = choose_device(device), Path(directory)
     parts = [image_part(Path(image)) for image in images]
     if parts and raw:
-        raise UserError("images stand in a chat, and raw is without one: leave raw out")
+        raise UserError("images can be used only in a chat, and raw completes a text without one. Leave raw out")
     if parts:
         problem = image_problem(directory)
         if problem:
@@ -126,7 +126,7 @@ def generate_text(
     tokenizer = loaded.tokenizer
     template = None if raw else loaded.template()
     if parts and template is None:
-        raise UserError(f"--image: images stand in a chat, and {directory} has no chat template")
+        raise UserError(f"--image: images can be used only in a chat, and {directory} has no chat template")
     sampling = SamplingParams(max_new_tokens, temperature, top_k, top_p, stop_ids=tuple(tokenizer.eos_ids))
     engine = Engine(loaded.model)
     tickets: list[int] = []

@@ -83,7 +83,7 @@ class NativeEngine(RolloutEngine):
     ):
         self.model, self.mesh, self.device = policy.model, policy.mesh, policy.device
         if steps is not None and self.mesh.tp.size() > 1:
-            raise ValueError("graphs hold no collective: none under tensor parallel")
+            raise ValueError("CUDA graphs cannot contain collectives, so they cannot be used with tensor parallel")
         self._steps = steps
         self._offloader = policy.offloader if offloads else None
         self._say = say
@@ -144,8 +144,8 @@ class NativeEngine(RolloutEngine):
         """Gather the weights for a rollout, or prepare to gather them in each forward, until `stack` closes."""
         if self._steps is not None and self._sharding.is_sharded and not gathers_once:
             self._steps.give_up(
-                "graphs need the whole weights on every rank, which take more than half of the free memory; "
-                "grpo.unshard=true gathers them all the same"
+                "graphs need the full weights on every rank, which take more than half of the free memory. "
+                "grpo.unshard=true gathers them nevertheless"
             )
             self._give_up_graphs(self._steps.obstacle)
         stack.enter_context(without_sequence_parallel(self.model))

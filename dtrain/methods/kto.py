@@ -106,8 +106,8 @@ class KtoMethod(MethodWithReference):
         for split, count in samples.items():
             if self._needs_divergence and count < 2:
                 raise UserError(
-                    f"data.{split} has one reply, and KTO's estimate of the divergence needs those of other rows: give "
-                    "it more, or set kto.loss=apo_zero_unpaired"
+                    f"data.{split} has one reply, and KTO's estimate of the divergence needs replies of other rows. "
+                    "Add rows, or set kto.loss=apo_zero_unpaired"
                 )
 
     def begin(self, policy: Policy, splits: Mapping[str, Rows], run: RunContext) -> None:
@@ -117,8 +117,10 @@ class KtoMethod(MethodWithReference):
             step = -(-len(samples) // MAX_CHECKED_REPLIES)  # rounded up
             kinds = {is_desirable(samples, index) for index in range(0, len(samples), step)}
             if len(kinds) == 1:
-                which = "is wanted" if True in kinds else "is one that is not wanted"
-                run.metrics.say(f"note: each reply that was looked at {which}: KTO learns most where there are both")
+                which = "wanted" if True in kinds else "unwanted"
+                run.metrics.say(
+                    f"note: all replies that were checked are {which}. KTO learns most if there are both kinds"
+                )
         self._splits = splits
         self.attach_models(policy, run.other_models)
 

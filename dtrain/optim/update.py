@@ -242,7 +242,7 @@ def _construct(optimizer: Optimizer, target: Callable, name: str, kwargs: dict, 
     if required:
         raise UserError(
             f"{key}.name={name} needs {', '.join(required)} at every step, which the training loop does not have; "
-            "take a schedule that depends on the step alone"
+            "use a schedule that depends only on the step"
         )
     return scheduler
 
@@ -436,7 +436,7 @@ class Updater:
             if len(names) > 5:
                 where += f" and {len(names) - 5} more"
         return (
-            f"the gradient norm is {norm}: the first non-finite values are {where}. The weights were not touched and "
-            "the last checkpoint stands. Lower optimizer.lr, look at the data of this step, or let up to N such steps "
-            "in a row be skipped with train.skip_nonfinite=N"
+            f"the gradient norm is {norm}: the first non-finite values are {where}. The weights were not changed, and "
+            "the last checkpoint is not affected. Lower optimizer.lr, look at the data of this step, or skip up to "
+            "N such steps in a row with train.skip_nonfinite=N"
         )

@@ -98,7 +98,7 @@ def test_experts_are_those_of_transformers(look_every, tmp_path, monkeypatch):
         told.clear()
         theirs(torch.tensor([[*request.prompt, *found.ids]]))
         assert torch.equal(found.routed[:-1].long(), torch.stack(told, 1)[:-1]) and (found.routed[-1] == -1).all()
-    with pytest.raises(UserError, match="told of a mixture of experts alone"):
+    with pytest.raises(UserError, match="experts of its tokens, which this engine does not record"):
         Engine(model).generate(requests)
 
 

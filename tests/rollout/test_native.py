@@ -150,9 +150,9 @@ def by_graphs(rank, variant, sizes):
     engine = NativeEngine(policy_of(model, mesh), steps=steps, **options)
     for _ in range(2):
         same(engine.generate(asked), completions)
-    assert makers.total("captured") == captured and len(said) == 1 and "whole weights on every rank" in said[0]
+    assert makers.total("captured") == captured and len(said) == 1 and "full weights on every rank" in said[0]
     engine = NativeEngine(policy_of(model, mesh), steps=makers.steps(model, insists=True), **options)
-    with pytest.raises(UserError, match="whole weights on every rank"):
+    with pytest.raises(UserError, match="full weights on every rank"):
         engine.generate(asked)
 
 
