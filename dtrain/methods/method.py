@@ -44,13 +44,17 @@ if TYPE_CHECKING:
 class RunLog(Protocol):
     """Interface for writing metrics and lines of the terminal; `dtrain.training.metrics.Recorder` implements it."""
 
-    def say(self, text: str) -> None: ...
+    def say(self, text: str) -> None:
+        """Print a line on the terminal."""
 
-    def log(self, row: Mapping[str, int | float], step: int) -> None: ...
+    def log(self, row: Mapping[str, int | float], step: int) -> None:
+        """Write a row of metrics."""
 
-    def write_rows(self, name: str, step: int, rows: Iterable[Mapping[str, Any]]) -> None: ...
+    def write_rows(self, name: str, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Write rows to <name>.jsonl, for completions ("samples") or answers of an evaluation ("evals")."""
 
-    def drop_answers(self, step: int, name: str) -> None: ...
+    def drop_answers(self, step: int, name: str) -> None:
+        """Remove the answers to the set `name` after `step` from evals.jsonl."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,7 @@ class RunContext:
         path: The run's directory.
         identities: Digests of everything that the run reads at its start, by the keys that a resume compares.
         source: The directory of model.path, with the run's tokenizer and chat template.
-        others: The directories of the method's other models, by key.
+        other_models: The directories of the method's other models, by key.
         stack: Closes what is opened for the run when the run ends.
         should_stop: Returns whether this rank was asked to stop. Work that takes long between two steps may then raise
             Interrupted, on every rank, and the run is saved as the last step left it.

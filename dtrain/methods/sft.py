@@ -55,18 +55,18 @@ class SftMethod(Method):
         if section.loss not in LOSSES:
             hint = spelling.value_hint("sft.loss", section.loss, LOSSES)
             return [Problem("sft.loss", f"sft.loss={section.loss} is not a loss of tokens{hint}")]
-        named = LOSSES[section.loss]
+        loss = LOSSES[section.loss]
         errors = []
         for name, value in section.kwargs.items():
             key = f"sft.kwargs.{name}"
             allowed, sentence = RANGES.get(name, NUMBER)
-            if name not in named.options:
+            if name not in loss.options:
                 errors.append(Problem(key, f"{key} is not read by sft.loss={section.loss}", "Leave it out"))
             elif not allowed(value):
                 errors.append(Problem(key, f"{key}={format_value(value)} must be {sentence}"))
-        if section.label_smoothing and not named.smooths:
+        if section.label_smoothing and not loss.smooths:
             key = "sft.label_smoothing"
-            smoothing = [name for name, loss in LOSSES.items() if loss.smooths]
+            smoothing = [name for name, other in LOSSES.items() if other.smooths]
             text = f"{key}={section.label_smoothing} has no meaning for sft.loss={section.loss}"
             errors.append(Problem(key, text, f"Leave it out, or set sft.loss={' or '.join(smoothing)}"))
         return errors
@@ -74,8 +74,9 @@ class SftMethod(Method):
     @cached_property
     def _token_loss(self) -> partial[Tensor]:
         """The loss of tokens with its options."""
-        named = LOSSES[self.section.loss]
-        return partial(getattr(weighted_sum, named.function), **{**named.options, **self.section.kwargs})
+        loss = LOSSES[self.section.loss]
+        options = {**loss.options, **self.section.kwargs}
+        return partial(getattr(weighted_sum, loss.function), **options)
 
     def loss(
         self, source: LogprobSource, batch: Batch, global_seqs: Tensor, global_tokens: Tensor
