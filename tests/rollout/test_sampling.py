@@ -59,7 +59,7 @@ def test_draws_and_logprobs_are_those_of_a_dense_oracle(vocab, dtype, tolerance)
     for position in range(20):
         at = torch.full((len(SETTINGS),), position)
         tokens, logprobs = Sampler(SETTINGS, keys, CPU).sample(logits, at)
-        numbers = sampling.uniform(at, torch.tensor(keys))
+        numbers = sampling.random_uniform(at, torch.tensor(keys))
         for row, settings in enumerate(SETTINGS):
             expected = dense(logits[row], settings)
             token = int(tokens[row])
@@ -142,7 +142,7 @@ def test_numbers_depend_on_seed_prompt_sample_and_position():
     }
     assert len(keys) == 6
     assert request_key(Request([1, 2], SamplingParams(9, 0.3))) == request_key(Request([4], one))
-    numbers = sampling.uniform(torch.arange(100_000), 5)
+    numbers = sampling.random_uniform(torch.arange(100_000), 5)
     assert 0 < numbers.min() and numbers.max() < 1 and abs(numbers.mean() - 0.5) < 0.005
 
 
