@@ -1,4 +1,7 @@
-"""Checks of the keys that rollouts read: sizes, rewards, environments, tools and servers. No torch, no file is read."""
+"""Checks of the recipe keys for rollouts: sizes, rewards, environments, tools and servers.
+
+They read no files and need no torch. Each returns a list of problems, empty if the keys are right.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -45,16 +48,19 @@ def size_problems(section: RolloutSection, updates: int, batch: int | None) -> l
         )
         problems.append(Problem("grpo.scale", text, "Set grpo.group_size to 3 or more, or grpo.scale=none"))
     steps = -(-rollout // batch) * updates if batch >= 1 else 0
-    most_steps = section.max_off_policy_steps
-    if section.engine == "http" and 0 < most_steps < steps:
+    max_staleness = section.max_off_policy_steps
+    if section.engine == "http" and 0 < max_staleness < steps:
         text = (
-            f"grpo.max_off_policy_steps={most_steps} is less than the {steps} optimizer steps of a rollout, so every "
-            "completion that is sampled ahead would be too old"
+            f"grpo.max_off_policy_steps={max_staleness} is less than the {steps} optimizer steps of a rollout, so "
+            "every completion that is sampled ahead would be too old"
         )
         problems.append(Problem("grpo.max_off_policy_steps", text, f"Set it to {steps} or more, or to 0"))
-    cache, longest = section.overlong_cache, section.sampling.max_new_tokens
-    if cache is not None and cache > longest:
-        text = f"grpo.overlong_cache={cache} is a part of grpo.sampling.max_new_tokens={longest}, so it cannot be more"
+    cache, max_new_tokens = section.overlong_cache, section.sampling.max_new_tokens
+    if cache is not None and cache > max_new_tokens:
+        text = (
+            f"grpo.overlong_cache={cache} is a part of grpo.sampling.max_new_tokens={max_new_tokens}, so it cannot be "
+            "more"
+        )
         problems.append(Problem("grpo.overlong_cache", text))
     return problems
 
@@ -65,17 +71,29 @@ def reward_and_tool_problems(section: RolloutSection) -> list[Problem]:
 
 
 def cuda_graph_obstacles(section: RolloutSection, device: str, parallel: Parallel) -> list[str]:
-    """Return what keeps a run from decoding by CUDA graphs: these hold no collective, and read weights where they lie
-    at their capture. device: `launch.device`, or the kind of the device itself."""
-    unfit = {
-        "grpo.cuda_graphs=false": (section.cuda_graphs is False, "asks for that"),
-        "grpo.engine=http": (section.engine == "http", "does not decode here"),
-        f"launch.device={device}": (device not in ("auto", "cuda"), "has none"),
-        f"parallel.tp={parallel.tp}": (parallel.tp > 1, "sends within every layer"),
-        f"parallel.ep={parallel.ep}": (parallel.ep > 1, "sends tokens to experts within every layer"),
-        "grpo.unshard=false": (section.unshard is False, "gathers weights within every forward"),
-    }
-    return [f"{key} {why}" for key, (is_so, why) in unfit.items() if is_so]
+    """Return the settings that prevent decoding with CUDA graphs, each with the reason.
+
+    A CUDA graph contains no collective, and reads weights at the addresses that they had when it was captured.
+
+    Args:
+        section: The section of the method.
+        device: `launch.device`, or the type of the device.
+        parallel: The section `parallel`.
+    """
+    obstacles = []
+    if section.cuda_graphs is False:
+        obstacles.append("grpo.cuda_graphs=false asks for that")
+    if section.engine == "http":
+        obstacles.append("grpo.engine=http does not decode here")
+    if device not in ("auto", "cuda"):
+        obstacles.append(f"launch.device={device} has none")
+    if parallel.tp > 1:
+        obstacles.append(f"parallel.tp={parallel.tp} sends within every layer")
+    if parallel.ep > 1:
+        obstacles.append(f"parallel.ep={parallel.ep} sends tokens to experts within every layer")
+    if section.unshard is False:
+        obstacles.append("grpo.unshard=false gathers weights within every forward")
+    return obstacles
 
 
 def engine_problems(
@@ -299,7 +317,7 @@ def _option_problems(key: str, name: str, options: Mapping[str, Any]) -> list[Pr
             text = f"{option_keys[option]}={value} must be {rewards.OPTION_RANGES[option][1]}"
             problems.append(Problem(option_keys[option], text))
     if not problems and name == "length_penalty" and options["target_tokens"] >= options["max_tokens"]:
-        target, most = option_keys["target_tokens"], option_keys["max_tokens"]
-        text = f"{target}={options['target_tokens']} must be below {most}={options['max_tokens']}"
+        target, limit = option_keys["target_tokens"], option_keys["max_tokens"]
+        text = f"{target}={options['target_tokens']} must be below {limit}={options['max_tokens']}"
         problems.append(Problem(target, text))
     return problems

@@ -75,32 +75,32 @@ MAX_TABLE_TEXT = 72  # characters of a completion in the table of samples
 
 @dataclass
 class Grpo(RolloutSection):
-    """`grpo`: read by method grpo. A rollout is prompts_per_step × group_size completions; a minibatch is
-    train.global_batch of them, and each pass over a rollout takes every completion once."""
+    """`grpo`: read by method grpo. A rollout is prompts_per_step × group_size completions. An optimizer step trains on
+    train.global_batch of them, and each pass over a rollout uses every completion once."""
 
     updates_per_rollout: Annotated[int, at_least(1)] = 1
     """Passes over a rollout."""
     loss: str = "dapo"
-    """The policy loss's name (dtrain/losses/policy/options.py lists them)."""
+    """Name of the policy loss (dtrain/losses/policy/options.py lists them)."""
     beta: float = 0.0
-    """Weight of the divergence from the reference. 0: no reference is kept."""
+    """Weight of the divergence from the reference. 0: there is no reference."""
     clip: list[float] = field(default_factory=lambda: [0.2, 0.2])
-    """Distances below and above 1 that the ratio may go."""
+    """How far the ratio may go below and above 1 before it is clipped."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """More options of the loss, such as `{delta: 2.0}`."""
     reference: str = "start"
-    """The model that `beta` pulls towards. start: the weights that training starts from; base: the model without its
-    adapter (`lora`), even where that was trained before; or the path of a model of the same shapes."""
+    """The model that `beta` pulls towards. start: the weights at the start of training. base: the model without its
+    adapter (`lora`), even if the adapter was trained before. Or the path of a model of the same shapes."""
     sync_every: Annotated[int | None, at_least(1, ", or null for a reference that stands still")] = None
-    """The reference moves towards the policy every so many steps. null: it stands still."""
+    """Move the reference towards the policy every N steps. null: never."""
     sync_mix: Annotated[float, UP_TO_1] = 0.6
-    """Step of its move: reference = sync_mix · policy + (1 − sync_mix) · reference."""
+    """Size of a move: reference = sync_mix · policy + (1 − sync_mix) · reference."""
     dynamic_batch: bool = False
-    """true, as `train.dynamic_batch`: a micro-batch holds completions of similar length, as many as fit, with their
-    padding, into micro_batch × max_length tokens. false: it holds micro_batch completions."""
+    """true, as `train.dynamic_batch`: a micro-batch has completions of similar length, as many as fit with padding into
+    micro_batch × max_length tokens. false: it has micro_batch completions."""
     max_mismatch: Annotated[float | None, (lambda v: v > 0, "more than 0, or null for no check")] = 0.1
-    """The run ends at its first rollout if trainer and engine differ by more than this in the log-probabilities of the
-    sampled tokens (mean absolute difference). null: never."""
+    """The run ends at its first rollout if the log-probabilities of the sampled tokens by trainer and engine differ by
+    more than this (mean absolute difference). null: never."""
 
 
 class GrpoMethod(MethodWithReference):

@@ -166,9 +166,10 @@ def test_auto_says_which_way_and_why(vllm):
     ]
     assert way("auto", AdapterConfig(), is_rounded=True) == "directory" and "lora.quantize=nf4 trains" in said.pop()
     assert way("adapter", AdapterConfig(), is_rounded=True) == "adapter" and "lora.quantize=nf4 trains" in said[0]
-    assert way("auto", AdapterConfig(), is_held=True) == "directory" and "in this run's checkpoints alone" in said.pop()
+    assert way("auto", AdapterConfig(), has_private_base=True) == "directory"
+    assert "in this run's checkpoints alone" in said.pop()
     with pytest.raises(UserError, match="weights=adapter: its base is in this run's checkpoints alone.*sends merged"):
-        way("adapter", AdapterConfig(), is_held=True)
+        way("adapter", AdapterConfig(), has_private_base=True)
     with pytest.raises(UserError, match="vllm takes no DoRA; or grpo.server.weights=directory sends merged weights"):
         way("adapter", AdapterConfig(dora=True))
 

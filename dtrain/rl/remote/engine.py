@@ -45,7 +45,7 @@ class ServerEngine(RolloutEngine):
         run: The run.
 
     Raises:
-        Unavailable: On every rank, if the servers fail (`generate`).
+        ServiceUnavailable: On every rank, if the servers fail (`generate`).
         UserError: If a server cannot receive the weights as the recipe asks.
         Interrupted: If rank 0 is asked to stop while the servers come up.
 
@@ -56,66 +56,76 @@ class ServerEngine(RolloutEngine):
     is_remote = True
 
     def __init__(self, grpo: RolloutSection, policy: Policy, run: RunContext):
-        section, base, lora = grpo.server, policy.recipe.model.directory, policy.recipe.lora
         self.policy, self.offload, self.ranks = policy, grpo.offload, Ranks()
         self._prefetcher: RolloutPrefetcher | None = None
         self._published_version: int | None = None
-        self._engine: HttpEngine | None = None
-        routed = RoutedExpertsReader.of(policy.model.config) if grpo.router_replay else None
-
-        def connect() -> bool:
-            try:
-                engine = self._engine = HttpEngine(
-                    section.urls,
-                    kind=section.kind,
-                    model=section.model,
-                    timeout=section.timeout,
-                    retries=section.retries,
-                    concurrency=section.concurrency,
-                    start_timeout=section.start_timeout,
-                    api_key_file=section.api_key_file,
-                    routed=routed,
-                    vocab_size=policy.model.config.vocab_size,
-                    say=run.metrics.say,
-                    should_stop=run.should_stop,
-                )
-            except Interrupted:
-                return False
-            if grpo.max_off_policy_steps:
-                self._prefetcher = RolloutPrefetcher(engine, grpo.max_off_policy_steps, run.metrics.say)
-                run.stack.callback(self._prefetcher.close)
-            run.stack.callback(engine.close)  # runs first, and ends what is under way
-            return True
-
-        if not self.ranks.run_on_first(connect):
+        self._engine: HttpEngine | None = None  # on rank 0
+        if not self.ranks.run_on_first(lambda: self._connect(grpo, run)):
             raise Interrupted
-        engine, towers = self._engine, policy.model.model.vision
-        if any(weight.requires_grad for tower in towers for weight in tower.parameters()):
-            self.ranks.run_on_first(lambda: check_vision_tower(engine))
-        dtype, shared = policy.precision.compute, Path(section.weights_dir or run.path / "weights")
-        config = None if lora is None else adapter_of(asdict(lora))
-        is_rounded = lora is not None and lora.quantize == "nf4"
-        way = self.ranks.run_on_first(
+        if any(weight.requires_grad for tower in policy.model.model.vision for weight in tower.parameters()):
+            self.ranks.run_on_first(lambda: check_vision_tower(self._engine))
+        self._publish = self._open_publisher(grpo, run)
+
+    def _connect(self, grpo: RolloutSection, run: RunContext) -> bool:
+        """Connect to the servers, on rank 0. Return False if the run is asked to stop meanwhile."""
+        section = grpo.server
+        model_config = self.policy.model.config
+        try:
+            self._engine = HttpEngine(
+                section.urls,
+                kind=section.kind,
+                model=section.model,
+                timeout=section.timeout,
+                retries=section.retries,
+                concurrency=section.concurrency,
+                start_timeout=section.start_timeout,
+                api_key_file=section.api_key_file,
+                routed=RoutedExpertsReader.of(model_config) if grpo.router_replay else None,
+                vocab_size=model_config.vocab_size,
+                say=run.metrics.say,
+                should_stop=run.should_stop,
+            )
+        except Interrupted:
+            return False
+        if grpo.max_off_policy_steps:
+            self._prefetcher = RolloutPrefetcher(self._engine, grpo.max_off_policy_steps, run.metrics.say)
+            run.stack.callback(self._prefetcher.close)
+        # The stack calls this one first. It ends the calls of the prefetcher, which would otherwise wait for them.
+        run.stack.callback(self._engine.close)
+        return True
+
+    def _open_publisher(self, grpo: RolloutSection, run: RunContext) -> Callable[[int], None]:
+        """Return a function that sends the weights to the servers as the given version.
+
+        Collectives:
+            Broadcasts from rank 0. The function that is returned gathers the weights.
+        """
+        policy, section = self.policy, grpo.server
+        lora = policy.recipe.lora
+        adapter_config = None if lora is None else adapter_of(asdict(lora))
+        transport = self.ranks.run_on_first(
             lambda: choose_weight_transport(
                 section.weights,
-                config,
-                engine,
+                adapter_config,
+                self._engine,
                 run.metrics.say,
-                is_rounded=is_rounded,
-                is_held=policy.checkpoint.saves_frozen,
+                is_rounded=lora is not None and lora.quantize == "nf4",
+                has_private_base=policy.checkpoint.saves_frozen,
                 has_tower=any(is_in_vision_tower(name) for name in adapted_layers(policy.model)),
             )
         )
-        if way == "adapter" and config is not None:
-            adapters = AdapterPublisher(shared, base, config, engine)
-            self._publish: Callable[[int], None] = lambda version: adapters.publish(policy.model, version)
-        elif way in STREAMS:
-            stream = STREAMS[way](engine, device=policy.device, dtype=dtype)
+        shared = Path(section.weights_dir or run.path / "weights")
+        base = policy.recipe.model.directory
+        dtype = policy.precision.compute
+        if transport == "adapter" and adapter_config is not None:
+            adapters = AdapterPublisher(shared, base, adapter_config, self._engine)
+            return lambda version: adapters.publish(policy.model, version)
+        if transport in STREAMS:
+            stream = STREAMS[transport](self._engine, device=policy.device, dtype=dtype)
             run.stack.callback(stream.close)
-            self._publish = lambda version: stream.publish(policy.weights, version)
-        else:
-            files = DirectoryPublisher(shared, base, engine, dtype=dtype)
-            self._publish = lambda version: files.publish(policy.model, version)
+            return lambda version: stream.publish(policy.weights, version)
+        files = DirectoryPublisher(shared, base, self._engine, dtype=dtype)
+        return lambda version: files.publish(policy.model, version)
 
     def generate(
         self, requests: Sequence[Request], should_stop: ShouldStop | None = None, *, version: int = 0
@@ -158,7 +168,7 @@ def choose_weight_transport(
     say: Callable[[str], None],
     *,
     is_rounded: bool = False,
-    is_held: bool = False,
+    has_private_base: bool = False,
     has_tower: bool = False,
 ) -> str:
     """Return how the weights are sent, and print the choice and its reason.
@@ -169,7 +179,7 @@ def choose_weight_transport(
         engine: The servers.
         say: Prints a line.
         is_rounded: Whether the adapter is trained on 4-bit weights, which the servers do not have.
-        is_held: Whether only the run's checkpoints contain the base model.
+        has_private_base: Whether only the run's checkpoints contain the base model, so that servers cannot load it.
         has_tower: Whether the adapter includes layers of a vision tower.
 
     Returns:
@@ -179,13 +189,18 @@ def choose_weight_transport(
     Raises:
         UserError: If `adapter` was requested and is not possible.
     """
-    assert engine is not None, "rank 0 talks to the servers"
+    assert engine is not None, "only rank 0 calls this"
     if requested == "broadcast":
         return engine.servers[0].dialect.broadcast_kind
     if config is None or requested not in ("auto", "adapter"):
         return "directory" if requested == "auto" else requested
-    held = "its base is in this run's checkpoints alone (checkpoint.init_from, model.init), where no server finds it"
-    why_not = held if is_held else adapter_refusal(engine, config, has_tower)
+    why_not: str | None  # why the adapter is not sent
+    if has_private_base:
+        why_not = (
+            "its base is in this run's checkpoints alone (checkpoint.init_from, model.init), where no server finds it"
+        )
+    else:
+        why_not = adapter_refusal(engine, config, has_tower)
     if why_not is not None and requested == "adapter":
         raise UserError(f"grpo.server.weights=adapter: {why_not}; or {MERGED_HINT}")
     rounded = "lora.quantize=nf4 trains beside weights in 4 bits, which servers of the same model do not draw with"
@@ -194,8 +209,8 @@ def choose_weight_transport(
     if why_not is not None:
         say(f"the servers get merged weights, not the adapter alone: {why_not}")
         return "directory"
-    reason = f"{rounded}: " if is_rounded else ""
-    say(f"the servers get the adapter alone, which they all take; {reason}{MERGED_HINT}")
+    warning = f"{rounded}: " if is_rounded else ""
+    say(f"the servers get the adapter alone, which they all take; {warning}{MERGED_HINT}")
     say("  the adapter is right beside the weights of model.path: start servers again that an earlier run gave others")
     return "adapter"
 

@@ -31,7 +31,7 @@ from dtrain.rl.worker import Outcome, Worker, WorkerLost, attempt
 if TYPE_CHECKING:
     from dtrain.recipe.rollouts import Reward
 
-OWN = ("prompts", "completions", "completion_ids")
+REWARD_ARGUMENTS = ("prompts", "completions", "completion_ids")
 """Arguments of a reward other than the columns of the data."""
 _RETURN_ONE_VALUE = ("float", "int", "bool", "len", "str")
 """Functions whose result cannot be a list of rewards."""
@@ -45,16 +45,16 @@ class Signature:
     """The parameters of a callable.
 
     Attributes:
-        needs: Parameters without a default that can be passed by name.
-        may: Parameters with a default that can be passed by name.
-        by_place: Parameters without a default that are positional-only.
-        takes_all: Whether it has **kwargs.
+        required: Parameters without a default that can be passed by name.
+        optional: Parameters with a default that can be passed by name.
+        positional_only: Parameters without a default that are positional-only.
+        has_kwargs: Whether it has **kwargs.
     """
 
-    needs: Collection[str]
-    may: Collection[str] = ()
-    by_place: Collection[str] = ()
-    takes_all: bool = False
+    required: Collection[str]
+    optional: Collection[str] = ()
+    positional_only: Collection[str] = ()
+    has_kwargs: bool = False
 
 
 @dataclass(frozen=True)
@@ -223,20 +223,20 @@ def _call_problem(
         columns: A row with every column of the data.
         keys: Names of the settings, for the message.
     """
-    available = {*columns, *OWN}
+    available = {*columns, *REWARD_ARGUMENTS}
     if constructor is None:
         available.update(options)
     else:
-        missing_options = [key for key in constructor.needs if key not in options]
+        missing_options = [key for key in constructor.required if key not in options]
         if missing_options:
             return f"reward {name} is made with {', '.join(missing_options)}: set its kwargs in {keys.rewards}"
-    if signature.by_place:
-        return f"reward {name} takes {', '.join(signature.by_place)} by place, {NOT_A_REWARD}"
-    missing = [key for key in signature.needs if key not in available]
+    if signature.positional_only:
+        return f"reward {name} takes {', '.join(signature.positional_only)} by place, {NOT_A_REWARD}"
+    missing = [key for key in signature.required if key not in available]
     if missing:
         return missing_argument_message(name.rsplit(".", 1)[-1], missing, columns, keys)
-    accepted = {*signature.needs, *signature.may}
-    if not signature.takes_all and not accepted & {*columns, *OWN}:
+    accepted = {*signature.required, *signature.optional}
+    if not signature.has_kwargs and not accepted & {*columns, *REWARD_ARGUMENTS}:
         return f"reward {name} takes neither completions nor a column, {NOT_A_REWARD}"
     return None
 
@@ -308,7 +308,7 @@ def missing_argument_message(
 
 
 def _listed(columns: Mapping[str, Any]) -> str:
-    names = [name for name in column_names(columns) if name not in OWN]
+    names = [name for name in column_names(columns) if name not in REWARD_ARGUMENTS]
     more = ", .." if len(names) > _MAX_LISTED else ""
     return (", ".join(names[:_MAX_LISTED]) or "none") + more
 
@@ -387,27 +387,27 @@ def read_signature(path: str, function: Any, skip: int = 0) -> Signature:
 
     Example:
         >>> read_signature("short", lambda completions, answer, scale=1.0: None)
-        Signature(needs=['completions', 'answer'], may=['scale'], by_place=[], takes_all=False)
+        Signature(required=['completions', 'answer'], optional=['scale'], positional_only=[], has_kwargs=False)
     """
     try:
         parameters = [*inspect.signature(function).parameters.values()][skip:]
     except (TypeError, ValueError) as error:
         raise UserError(f"reward {path} cannot be called by names ({error}), {NOT_A_REWARD}") from None
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    needs: list[str] = []
-    may: list[str] = []
-    by_place: list[str] = []
-    takes_all = False
+    required: list[str] = []
+    optional: list[str] = []
+    positional_only: list[str] = []
+    has_kwargs = False
     for parameter in parameters:
         has_default = parameter.default is not parameter.empty
         if parameter.kind is parameter.VAR_KEYWORD:
-            takes_all = True
+            has_kwargs = True
         elif parameter.kind in by_name:
-            names = may if has_default else needs
+            names = optional if has_default else required
             names.append(parameter.name)
         elif parameter.kind is parameter.POSITIONAL_ONLY and not has_default:
-            by_place.append(parameter.name)
-    return Signature(needs, may, by_place, takes_all)
+            positional_only.append(parameter.name)
+    return Signature(required, optional, positional_only, has_kwargs)
 
 
 def _returns_no_list(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:

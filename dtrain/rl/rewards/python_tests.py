@@ -79,14 +79,14 @@ class AssertTest:
         except (SyntaxError, ValueError):
             return False
         finished = sandbox.run(code, test=test, modules=_module_names(tree))
-        *reports, last = finished.output.splitlines() or [""]
-        if last != '"end"':
+        lines = finished.output.splitlines()
+        if not lines or lines[-1] != '"end"':
             return False
         reached = set()
         try:
-            for line in reports:
+            for line in lines[:-1]:
                 number, nodes = json.loads(line)
-                values = {f"_{place}": _decode(node) for place, node in enumerate(nodes)}
+                values = {f"_{index}": _decode(node) for index, node in enumerate(nodes)}
                 if not _evaluate(rewriter.conditions[number], values):
                     return False
                 reached.add(number)
@@ -141,7 +141,7 @@ class _Rewriter(ast.NodeTransformer):
 
 
 def _condition(test: ast.expr, reported: list[ast.expr]) -> ast.expr | None:
-    """Return what is decided outside the sandbox; None if the sandbox has to decide the test.
+    """Return the condition that is evaluated outside the sandbox. None if the sandbox has to decide the test.
 
     Args:
         test: An expression of an assert.
@@ -153,13 +153,15 @@ def _condition(test: ast.expr, reported: list[ast.expr]) -> ast.expr | None:
                 # A container of the code may have its own `in`, and the item to look for is not secret.
                 if isinstance(compares, ast.In | ast.NotIn) and not _is_literal(right):
                     return None
-            first, *others = (_operand(operand, reported) for operand in (left, *rights))
-            condition = ast.Compare(first, operators, others)
+            # In the order of evaluation, which the names _0, _1, .. follow.
+            left_operand = _operand(left, reported)
+            right_operands = [_operand(right, reported) for right in rights]
+            condition = ast.Compare(left_operand, operators, right_operands)
             is_equality = len(operators) == 1 and isinstance(operators[0], ast.Eq)
             return condition if is_equality or _has_literal(condition) else None
         case ast.Call(function, [_, _] as arguments, options) if ast.unparse(function) == "math.isclose":
-            is_known = all(_is_literal(option.value) for option in options)
-            if is_known and any(map(_is_literal, arguments)):
+            has_literal_options = all(_is_literal(option.value) for option in options)
+            if has_literal_options and any(_is_literal(argument) for argument in arguments):
                 return ast.Call(function, [_operand(argument, reported) for argument in arguments], options)
     return None
 
@@ -186,10 +188,11 @@ def _is_literal(node: ast.expr) -> bool:
 
 
 def _has_literal(condition: ast.expr) -> bool:
-    """Return whether a condition contains more than names of reported values."""
-    return not isinstance(condition, ast.Compare) or not all(
-        isinstance(operand, ast.Name) for operand in (condition.left, *condition.comparators)
-    )
+    """Return whether a condition contains a literal. Otherwise it compares only names of reported values."""
+    if not isinstance(condition, ast.Compare):  # math.isclose, which always has one
+        return True
+    operands = [condition.left, *condition.comparators]
+    return not all(isinstance(operand, ast.Name) for operand in operands)
 
 
 def _evaluate(node: ast.expr, values: Mapping[str, Any]) -> Any:
@@ -217,10 +220,11 @@ def _evaluate(node: ast.expr, values: Mapping[str, Any]) -> Any:
 
 def _module_names(tree: ast.Module) -> tuple[str, ...]:
     """Return the modules of the standard library that a test may use without importing them, as `math` in `math.pi`."""
-    names = [
-        node.value.id for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
-    ]
-    return tuple(sorted(sys.stdlib_module_names.intersection(names)))
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            names.add(node.value.id)
+    return tuple(sorted(sys.stdlib_module_names & names))
 
 
 def _decode(node: Any) -> object:
@@ -298,15 +302,20 @@ class PythonTests:
             code = extract_code(completion)
             jobs += [(test, code) for test in tests]
         with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)))) as pool:
-            passed = list(pool.map(lambda job: job[0].passes(job[1], self._sandbox), jobs))
-        shares = []
+            passed = list(pool.map(self._run_job, jobs))
+        scores: list[float | None] = []
         start = 0
         for tests in rows:
-            shares.append(self._share(passed[start : start + len(tests)]))
+            scores.append(self._score(passed[start : start + len(tests)]))
             start += len(tests)
-        return shares
+        return scores
 
-    def _share(self, passed: Sequence[bool]) -> float | None:
+    def _run_job(self, job: tuple[ProgramTest | AssertTest, str]) -> bool:
+        test, code = job
+        return test.passes(code, self._sandbox)
+
+    def _score(self, passed: Sequence[bool]) -> float | None:
+        """Return the reward for the results of a row's tests. None without tests."""
         if not passed:
             return None
         if self._whole:
@@ -315,17 +324,25 @@ class PythonTests:
 
 
 def extract_code(completion: str) -> str:
-    """Return the last block of a completion that is named Python's, else the last without a name, else the whole text.
+    """Return the Python code in a completion.
 
-    >>> extract_code("So:\\n```python\\nx = 1\\n```\\nIt prints:\\n```\\n1\\n```")
-    'x = 1\\n'
+    It is the last fenced block named python, py or python3, else the last block without a name, else the whole text.
+
+    Example:
+        >>> extract_code("So:\\n```python\\nx = 1\\n```\\nIt prints:\\n```\\n1\\n```")
+        'x = 1\\n'
     """
-    blocks = {}  # whether it is named -> its code
+    python_code: str | None = None
+    unnamed_code: str | None = None
     for block in _BLOCK.finditer(completion):
         language = block["language"].lower()
-        if language in ("", *_PYTHON):
-            blocks[language in _PYTHON] = block["code"]
-    return dedent(blocks.get(True, blocks.get(False, completion)))
+        if language in _PYTHON:
+            python_code = block["code"]
+        elif language == "":
+            unnamed_code = block["code"]
+    if python_code is not None:
+        return dedent(python_code)
+    return dedent(completion if unnamed_code is None else unnamed_code)
 
 
 def read_tests(value: Any, column: str) -> list[ProgramTest | AssertTest]:
@@ -354,7 +371,7 @@ def read_tests(value: Any, column: str) -> list[ProgramTest | AssertTest]:
         if isinstance(inputs, list) and isinstance(outputs, list) and len(inputs) == len(outputs):
             if not tests.get("fn_name"):
                 pairs = zip(inputs, outputs, strict=True)
-                return [ProgramTest(_written(stdin), _written(output)) for stdin, output in pairs]
+                return [ProgramTest(_as_text(stdin), _as_text(output)) for stdin, output in pairs]
     texts = [tests] if isinstance(tests, str) else tests
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         raise UserError(
@@ -364,6 +381,8 @@ def read_tests(value: Any, column: str) -> list[ProgramTest | AssertTest]:
     return [AssertTest(text) for text in texts]
 
 
-def _written(value: Any) -> str:
-    """Return an input or output of a program as text; a list has its lines."""
-    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+def _as_text(value: Any) -> str:
+    """Return an input or output of a program as text. A list contains its lines."""
+    if isinstance(value, list):
+        return "\n".join(str(line) for line in value)
+    return str(value)

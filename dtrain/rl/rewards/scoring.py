@@ -282,11 +282,11 @@ def call(name: str, function: Callable[..., Any], batch: Batch) -> list[float | 
         Exception: Whatever the reward raises.
     """
     signature = read_signature(name, function)
-    missing = [key for key in signature.needs if key not in batch]
+    missing = [key for key in signature.required if key not in batch]
     if missing:
         raise UserError(missing_argument_message(name, missing, batch))
     bound_options = function.keywords if isinstance(function, partial) else {}
-    accepted = batch.keys() if signature.takes_all else {*signature.needs, *signature.may}
+    accepted = batch.keys() if signature.has_kwargs else {*signature.required, *signature.optional}
     arguments = {key: values for key, values in batch.items() if key in accepted and key not in bound_options}
     result = function(**arguments)
     if inspect.isawaitable(result):

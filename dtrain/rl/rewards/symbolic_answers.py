@@ -18,13 +18,13 @@ from dtrain.rl.rewards.right_answers import accepted_answers, score_math_answers
 if TYPE_CHECKING:
     from pebble import ProcessPool
 
-MOST_PROCESSES = 8  # each holds sympy, about 100 MB
+MAX_PROCESSES = 8  # sympy takes about 100 MB in each
 
 
 class MathVerify:
     """Reward of 1.0 where the completion's answer equals the data's, else 0.0; None for a row without an answer.
 
-    `math_exact` has the first look. What it finds different is read and compared by math-verify, as in
+    `math_exact` compares first. Answers that it finds different are parsed and compared by math-verify, as in
     `math_verify.parse` and `math_verify.verify`.
 
     Args:
@@ -63,30 +63,31 @@ class MathVerify:
         for row in undecided:
             try:
                 scores[row] = float(next(verdicts))
-            except (TimeoutError, ProcessExpired):  # too slow, or more memory than there is
+            except (TimeoutError, ProcessExpired):  # too slow, or out of memory
                 scores[row] = 0.0
         return scores
 
 
 def is_equivalent(text: str, accepted: Sequence[str]) -> bool:
-    """Return whether the answer in a text equals one of the accepted ones. It may take for ever."""
+    """Return whether the answer in a text equals one of the accepted ones. There is no time limit."""
     from math_verify import parse, verify
 
     if "####" in text and "\\boxed" not in text:
         text = _as_latex(text)
-    given = parse(text, parsing_timeout=None)
+    answer_in_text = parse(text, parsing_timeout=None)
     for answer in accepted:
         right = parse(_as_latex(answer), parsing_timeout=None)
-        if verify(right, given, timeout_seconds=None):
+        if verify(right, answer_in_text, timeout_seconds=None):
             return True
     return False
 
 
 def _as_latex(answer: str) -> str:
-    """Return an answer between marks, without which math-verify reads no LaTeX.
+    """Return an answer in \\boxed{..}, without which math-verify reads no LaTeX.
 
-    >>> _as_latex("half of it. #### 1/2")
-    '\\\\boxed{1/2}'
+    Example:
+        >>> _as_latex("half of it. #### 1/2")
+        '\\\\boxed{1/2}'
     """
     if "$" in answer or "\\boxed" in answer:
         return answer
@@ -99,15 +100,15 @@ def _new_pool() -> "ProcessPool":
 
     from pebble import ProcessPool
 
-    # Processes come from a server that holds no threads, as this one may, and has sympy loaded.
+    # A server without threads forks the processes, because this process may have threads. It has sympy loaded.
     context = get_context("forkserver")
     context.set_forkserver_preload(["math_verify", __name__])
-    count = min(os.cpu_count() or 1, MOST_PROCESSES)
+    count = min(os.cpu_count() or 1, MAX_PROCESSES)
     return ProcessPool(max_workers=count, initializer=_begin, context=context)
 
 
 def _begin() -> None:
     """Prepare a process of the pool."""
     orphans.end_with_parent(os.getppid())
-    # It warns in each process that it sets no limit of time.
+    # It warns in each process that it sets no time limit.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
