@@ -103,7 +103,7 @@ def test_a_plan_counts_an_unknown_optimizer_as_adamw_and_torchs_own_as_they_are(
         ("scheduler=[{name: constant, steps: 1}, {name: evil.cod.x}]", "scheduler[1].name: scheduler evil.cod.x"),
         ("scheduler.name=evil.code.schedule", "scheduler.name: "),
         ("parallel.custom_plan=evil.code.plans", "defines no plans; did you mean plan?"),
-        ("optimizer.name=broken.Optimizer", "is no Python"),
+        ("optimizer.name=broken.Optimizer", "is not valid Python"),
     ],
 )
 def test_validate_looks_for_the_code_without_running_it(tmp_path, harm, override, said):

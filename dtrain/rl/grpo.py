@@ -490,8 +490,8 @@ class SampleTable:
                 self.metrics.say(line)
         is_useless = not rollout.counted.any()
         if is_useless and not self._was_useless:  # only the first of several in a row
-            or_equal = ", or its groups' rewards are alike" if self.section.dynamic_sampling != "none" else ""
-            self.metrics.say(f"the rollout before step {step} teaches nothing: none of its rewards is known{or_equal}")
+            or_equal = ", or the rewards within each group are equal" if self.section.dynamic_sampling != "none" else ""
+            self.metrics.say(f"the rollout before step {step} trains nothing: none of its rewards is known{or_equal}")
         self._was_useless = is_useless
 
 

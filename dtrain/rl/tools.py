@@ -72,7 +72,9 @@ def tool_schemas(entries: Sequence[Any]) -> list[tuple[Any, Schema]]:
     for _, schema in tools:
         name = schema["function"]["name"]
         if name in names:
-            raise UserError(f"grpo.tools: two of them are named {name}, by which the model calls them; rename one")
+            raise UserError(
+                f"grpo.tools: two tools are named {name}, and the model calls tools by name. Rename one of them"
+            )
         names.add(name)
     return tools
 
@@ -92,15 +94,16 @@ def read_server_schemas(command: str | None, file: str | None) -> list[Schema]:
     how = f'python -m dtrain.rl.environments.mcp "{command}" > {file}'
     path = Path(file).expanduser()
     if not path.is_file():
-        raise UserError(f"grpo.tools: there is no file {file} of what {command} offers, which every prompt tells; "
-                        f"write it: {how}")  # fmt: skip
+        raise UserError(f"grpo.tools: the file {file} with the tools of {command} does not exist. Write it: {how}")
     try:
         tools = loads(read_text(path))
     except ValueError as error:
-        raise UserError(f"grpo.tools: {file} is no JSON ({error}); write it anew: {how}") from None
+        raise UserError(f"grpo.tools: {file} is not JSON ({error}). Write it again: {how}") from None
     is_list = isinstance(tools, list) and len(tools) > 0
     if not is_list or not all(_is_function_schema(tool) for tool in tools):
-        raise UserError(f"grpo.tools: {file} must be a list of tools in OpenAI's function format; write it anew: {how}")
+        raise UserError(
+            f"grpo.tools: {file} must be a list of tools in OpenAI's function format. Write it again: {how}"
+        )
     return tools
 
 
@@ -136,12 +139,12 @@ def find_server(server: str) -> str:
     try:
         words = shlex.split(server)
     except ValueError as error:
-        raise UserError(f"{server} is no command: {error}") from None
+        raise UserError(f"{server} is not a valid command: {error}") from None
     if not words:
         raise UserError("the command of a tool server is empty")
     file = shutil.which(words[0])
     if file is None:
-        raise UserError(f"{server}: there is no program {words[0]}")
+        raise UserError(f"{server}: the program {words[0]} does not exist")
     return file
 
 
@@ -156,15 +159,17 @@ def tool_schema(path: str) -> Schema:
     node = find_definition(Path(file), function, decorated=True)
     if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         raise UserError(
-            f"tool {path}: {file} has no `def {function}` at its top, whose hints and docstring can be read"
+            f"tool {path}: {file} has no `def {function}` at its top level, so its hints and docstring cannot be read"
         )
     docstring = ast.get_docstring(node)
     if not docstring:
-        raise UserError(f"tool {path} has no docstring: write what it does, which the model reads, and its Args")
+        raise UserError(f"tool {path} has no docstring. Write one for the model, with what the tool does and its Args")
     description, parameter_descriptions = _parse_docstring(docstring)
     signature = node.args
     if signature.vararg or signature.kwarg or signature.posonlyargs:
-        raise UserError(f"tool {path} takes *args, **kwargs or positional parameters: a call gives arguments by name")
+        raise UserError(
+            f"tool {path} has *args, **kwargs or positional-only parameters, but a call passes arguments by name"
+        )
     properties = {}
     for argument in (*signature.args, *signature.kwonlyargs):
         properties[argument.arg] = _parameter_schema(path, argument, parameter_descriptions)
@@ -189,11 +194,11 @@ def _parameter_schema(path: str, argument: ast.arg, descriptions: Mapping[str, s
     """Return the JSON schema of a parameter of the tool `path`. Raises UserError."""
     name = argument.arg
     if argument.annotation is None:
-        raise UserError(f"tool {path}: its parameter {name} has no type hint; write {name}: str, say ({HINTS})")
+        raise UserError(f"tool {path}: its parameter {name} has no type hint. Write for example {name}: str ({HINTS})")
     schema = _hint_schema(argument.annotation)
     if schema is None:
         hint = ast.unparse(argument.annotation)
-        raise UserError(f"tool {path}: {name}: {hint} is no hint that a call's JSON can fill; known are {HINTS}")
+        raise UserError(f"tool {path}: JSON has no value for the type hint {name}: {hint}. Use {HINTS}")
     if name in descriptions:
         return schema | {"description": descriptions[name]}
     return schema

@@ -315,15 +315,15 @@ def to_reward(value: Any, of: str = "") -> float | None:
         return None
     is_number = hasattr(value, "__float__") or hasattr(value, "__index__")
     if isinstance(value, str | bytes) or not is_number:
-        raise UserError(f"gave {shown(value)}{of}; a finite number or None is needed")
+        raise UserError(f"returned {shown(value)}{of}. It must return a finite number or None")
     try:
         number = float(value)
     except OverflowError:  # an integer beyond the range of floats
         number = math.inf
     if math.isinf(number):
-        raise UserError(f"gave {number}{of}; a finite number or None is needed")
+        raise UserError(f"returned {number}{of}. It must return a finite number or None")
     if abs(number) > MAX_REWARD:
-        raise UserError(f"gave {number}{of}; a number of at most {MAX_REWARD:g} in size, or None, is needed")
+        raise UserError(f"returned {number}{of}. It must return a number of at most {MAX_REWARD:g} in size, or None")
     return None if math.isnan(number) else number
 
 

@@ -321,7 +321,7 @@ def test_only_one_rank_asks_the_environments(tmp_path):
 def test_what_an_environment_may_not_say(tmp_path):
     tokenizer, template = family(tmp_path, "qwen25")
     for environment, template_of, words in (
-        (Counting(2, observation=3), template, "gave 3; a text or a list of messages"),
+        (Counting(2, observation=3), template, "returned 3. It must return a text or a list of messages"),
         (Counting(2, observation=[]), template, "a text or a list of messages"),
         (Counting(2, observation=[{"content": "a"}]), template, "a text or a list of messages"),
         (Counting(2, observation=[{"role": "user", "content": "a"}]), None, "needs a prompt of messages"),
@@ -330,8 +330,8 @@ def test_what_an_environment_may_not_say(tmp_path):
             template,
             "must be JSON, and: Object of type set",
         ),
-        (Counting(2, ["1"]), template, "gave '1'; a finite number"),
-        (Counting(2, [math.inf]), template, "gave inf; a finite number"),
+        (Counting(2, ["1"]), template, "returned '1'. It must return a finite number"),
+        (Counting(2, [math.inf]), template, "returned inf. It must return a finite number"),
     ):
         with pytest.raises(UserError, match=words):
             run_episodes(

@@ -143,22 +143,22 @@ FAILURES = {  # of a step; whether the process goes with it
     "hang": ("step took longer than 0.5 s (grpo.environment_timeout)", False),
     "raise": ("failed in step:\n", False),
     "quit": ("SystemExit: leaving", False),
-    "word": ("step gave '1.0'; a finite number or None is needed", False),
-    "infinite": ("step gave inf; a finite number or None is needed", False),
-    "large": ("step gave 1e+308; a number of at most 1e+30 in size, or None, is needed", False),
+    "word": ("step returned '1.0'. It must return a finite number or None", False),
+    "infinite": ("step returned inf. It must return a finite number or None is needed", False),
+    "large": ("step returned 1e+308. It must return a number of at most 1e+30 in size, or None", False),
     "hang in c": ("their process took longer than 0.5 s (grpo.environment_timeout) in step", True),
     "exit": ("their process ended its process with status 7 in step", True),
     "kill": ("their process was killed by SIGKILL in step", True),
 }
 OBSERVATIONS = {
     "raise": "failed in observe:\n",
-    "number": "observe gave 3; a text or a list of messages is needed",
+    "number": "observe returned 3. It must return a text or a list of messages",
     "set": "messages must be JSON, and: Object of type set",
 }
 MAKES = {
     "hang": "make took longer than 0.5 s (grpo.environment_timeout)",
     "raise": "failed in make:\n",
-    "number": "make gave 3, which has no step",
+    "number": "make returned 3, which has no method step",
     "exit": "their process ended its process with status 7 in make",
 }
 
@@ -267,7 +267,7 @@ def test_an_end_that_fails_after_others_have_not_loses_its_episode_alone(mine):
         environments.make(rows("infinite"))
         assert known(environments.step(full[:1], lambda place, seen: [7])) == [None]
     (told,) = said
-    assert "end gave inf; a finite number" in told and "what 1 of 2 episodes" in told
+    assert "end returned inf. It must return a finite number" in told and "what 1 of 2 episodes" in told
 
 
 def pid(environments):

@@ -185,14 +185,14 @@ def test_answers_are_the_same_over_http_and_standard_input_and_output():
 @pytest.mark.processes
 def test_a_server_that_is_none_or_offers_something_else(players):
     other = {**players.sources[1][1], "description": "Another."}
-    with pytest.raises(UserError, match="offers no say as the file says that it does; write it anew"):
+    with pytest.raises(UserError, match="has no tool say with the schema in the file. Write the file again"):
         Toolbox([(SERVER, other)], players.calls.form, False, 99)
-    with pytest.raises(UserError, match="there is no program /no/such/server"):
+    with pytest.raises(UserError, match="the program /no/such/server does not exist"):
         Toolbox([("/no/such/server", other)], players.calls.form, False, 99)
     with start_blocking_portal() as portal:
         with pytest.raises(UserError, match="false does not answer as an MCP server: Connection closed"):
             mcp.ToolServer("false", portal)
-    with pytest.raises(UserError, match="there is no file gone.json of what .* write it: python -m dtrain.rl.environ"):
+    with pytest.raises(UserError, match="the file gone.json with the tools of .* does not exist. Write it: python -m dtrain.rl.environ"):
         tool_schemas([Tool(mcp=SERVER, schema="gone.json")])
     Path("other.json").write_text('{"tools": []}')
     with pytest.raises(UserError, match="other.json must be a list of tools"):

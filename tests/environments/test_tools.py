@@ -75,9 +75,9 @@ def test_schemas_are_those_that_transformers_makes(name):
 
 
 REFUSED = {
-    "bare": "its parameter text has no type hint; write text: str",
-    "silent": "has no docstring: write what it does",
-    "strange": "when: time.struct_time is no hint that a call's JSON can fill; known are str, int",
+    "bare": "its parameter text has no type hint. Write for example text: str",
+    "silent": "has no docstring. Write one for the model",
+    "strange": "JSON has no value for the type hint when: time.struct_time. Use str, int",
     "mixed": "pair: tuple[int, int] is no hint",
     "open_ended": "takes *args",
     "VALUE": "has no `def VALUE` at its top",
@@ -93,9 +93,9 @@ def test_functions_that_make_no_tool(name):
 
 
 def test_two_tools_of_one_name_and_a_decorator_that_changes_arguments():
-    with pytest.raises(UserError, match="two of them are named add"):
+    with pytest.raises(UserError, match="two tools are named add"):
         tool_schemas([Tool(f"{HERE}.add"), Tool(f"{HERE}:add")])
-    with pytest.raises(UserError, match="takes other arguments than its source says"):
+    with pytest.raises(UserError, match="does not accept the parameters in its source"):
         Toolbox([((HERE, "bent"), {"name": "bent", "parameters": {"properties": {"other": {}}}})], "", False, 9)
 
 

@@ -299,7 +299,7 @@ def test_whether_the_reference_moves_cannot_change(tmp_path):
 def test_a_rollout_without_a_known_reward_is_told_and_trains_nothing(tmp_path, capfd):
     fixed = ("grpo.rewards=[{fn: tests.methods.judges.FallsSilent}]", "optimizer.weight_decay=0", "train.steps=4")
     recipe = run(tiny_grpo(tmp_path, *fixed, "grpo.beta=0.1"), 2)
-    assert "".join(capfd.readouterr()).count("step 3 teaches nothing: none of its rewards is known") == 1
+    assert "".join(capfd.readouterr()).count("step 3 trains nothing: none of its rewards is known") == 1
     assert [(row["loss"], row["grad_norm"]) == (0, 0) for row in rows_of(recipe)] == [False, False, True, True]
     assert [row["reward"] is None for row in samples_of(recipe)] == [False] * 16 + [True] * 16
 

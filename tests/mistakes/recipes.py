@@ -130,7 +130,7 @@ VALUES = (
         base="grpo",
     ),
     slip("grpo.tools=[{mcp: serve}]", "grpo.tools[0].schema is required", 'mcp "serve" > tools.json', base="grpo"),
-    slip("grpo.tools=[{mcp: no-such-program a, schema: b}]", "there is no program no-such-program", base="grpo"),
+    slip("grpo.tools=[{mcp: no-such-program a, schema: b}]", "the program no-such-program does not exist", base="grpo"),
     slip((f"grpo.tools=[{{fn: {TOOLS}.say}}]", "grpo.max_turns=1"), "grpo.max_turns=1 ends before", base="grpo"),
     slip((f"grpo.tools=[{{fn: {TOOLS}.say}}]", "grpo.environment=a.b"), "Leave one of them out", base="grpo"),
     slip("method=qlora", "method=qlora is none of", "did you mean sft, and the section lora={}?"),

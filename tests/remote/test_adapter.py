@@ -154,7 +154,7 @@ def test_auto_says_which_way_and_why(vllm):
 
     assert [way("auto", None), way("broadcast", None), said] == ["directory", "transfer", []]
     assert way("auto", AdapterConfig()) == "adapter" and len(said) == 2
-    assert "start servers again that an earlier run gave others" in said.pop() and "the adapter alone" in said.pop()
+    assert "restart servers that an earlier run gave other weights" in said.pop() and "the adapter alone" in said.pop()
     assert way("auto", AdapterConfig(dora=True)) == "directory"
     assert "merged weights" in said[-1] and "vllm takes no DoRA" in said.pop()
     assert way("auto", AdapterConfig(modules_to_save=("lm_head",))) == "directory"
@@ -167,8 +167,8 @@ def test_auto_says_which_way_and_why(vllm):
     assert way("auto", AdapterConfig(), is_rounded=True) == "directory" and "lora.quantize=nf4 trains" in said.pop()
     assert way("adapter", AdapterConfig(), is_rounded=True) == "adapter" and "lora.quantize=nf4 trains" in said[0]
     assert way("auto", AdapterConfig(), has_private_base=True) == "directory"
-    assert "in this run's checkpoints alone" in said.pop()
-    with pytest.raises(UserError, match="weights=adapter: its base is in this run's checkpoints alone.*sends merged"):
+    assert "only this run's checkpoints contain its base" in said.pop()
+    with pytest.raises(UserError, match="weights=adapter: only this run's checkpoints contain its base.*sends merged"):
         way("adapter", AdapterConfig(), has_private_base=True)
     with pytest.raises(UserError, match="vllm takes no DoRA; or grpo.server.weights=directory sends merged weights"):
         way("adapter", AdapterConfig(dora=True))

@@ -185,12 +185,12 @@ FAILURES = {
     "kill": "was killed by SIGKILL",
     "raise": "RuntimeError: no luck",
     "quit": "SystemExit: leaving",
-    "short": "gave 1 values for 2 completions",
-    "word": "gave '1.0' for a completion",
-    "infinite": "gave inf for a completion; a finite number",
-    "too large": "gave 1e+308 for a completion; a number of at most 1e+30 in size",
-    "too many digits": "gave inf for a completion; a finite number",
-    "text": "gave '12'; a list of 2 numbers or None is needed",
+    "short": "returned 1 values for 2 completions",
+    "word": "returned '1.0' for a completion",
+    "infinite": "returned inf for a completion. It must return a finite number",
+    "too large": "returned 1e+308 for a completion. It must return a number of at most 1e+30 in size",
+    "too many digits": "returned inf for a completion. It must return a finite number",
+    "text": "returned '12'. It must return a list of 2 numbers or None",
 }
 
 
@@ -277,7 +277,7 @@ def test_a_name_or_path_that_is_not_there_is_found_without_running_it(mine):
         ("nowhere.fn", f"there is no module nowhere, neither in {mine}"),
         ("package.outer.fn", "there is no module package.outer"),
         ("mine.exact.fn", "there is no module mine.exact"),
-        ("wrong.fn", "is no Python"),
+        ("wrong.fn", "is not valid Python"),
     ):
         with pytest.raises(UserError) as caught:
             find(name)

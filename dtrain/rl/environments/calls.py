@@ -86,7 +86,7 @@ class EnvironmentCalls:
     def _make(self, environments: dict[int, Any], number: int, row: Mapping[str, Any], seed: int) -> None:
         environment = self.maker(row, seed)
         if not callable(getattr(environment, "step", None)):
-            raise UserError(f"gave {shown(environment)}, which has no step")
+            raise UserError(f"returned {shown(environment)}, which has no method step")
         environments[number] = environment
 
     def _run(self, numbers: Sequence[int], tasks: Sequence[Callable[[], Outcome]]) -> Iterator[tuple[int, Outcome]]:
@@ -168,12 +168,12 @@ def observe(environment: Any) -> dict[str, Any]:
         return {"observation": str(observed)}
     is_non_empty_list = isinstance(observed, Sequence) and len(observed) > 0
     if not is_non_empty_list or not all(isinstance(message, dict) and "role" in message for message in observed):
-        raise UserError(f"gave {shown(observed)}; a text or a list of messages is needed")
+        raise UserError(f"returned {shown(observed)}. It must return a text or a list of messages")
     messages = list(observed)
     try:
         json.dumps(messages)
     except (TypeError, ValueError) as error:
-        raise UserError(f"gave {shown(observed)}; messages must be JSON, and: {error}") from None
+        raise UserError(f"returned {shown(observed)}. Messages must be JSON: {error}") from None
     return {"observation": messages}
 
 

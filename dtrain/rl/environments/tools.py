@@ -80,7 +80,7 @@ class Toolbox:
                     self._server_of_tool[name] = self._servers[source]
                 else:
                     raise UserError(
-                        f"grpo.tools: {source} offers no {name} as the file says that it does; write it anew: "
+                        f"grpo.tools: {source} has no tool {name} with the schema in the file. Write the file again: "
                         f'python -m dtrain.rl.environments.mcp "{source}"'
                     )
             # Everything worked, so the connections stay open until `close`.
@@ -193,8 +193,10 @@ def _load_function(module: str, name: str, parameters: Mapping[str, Any]) -> Any
     try:
         inspect.signature(function).bind(**dict.fromkeys(parameters["properties"]))
     except TypeError as error:
-        raise UserError(f"tool {module}.{name} takes other arguments than its source says ({error}): a decorator must "
-                        "keep them") from None  # fmt: skip
+        raise UserError(
+            f"tool {module}.{name} does not accept the parameters in its source ({error}). A decorator must not change "
+            "them"
+        ) from None
     return function
 
 

@@ -197,21 +197,21 @@ def choose_weight_transport(
     why_not: str | None  # why the adapter is not sent
     if has_private_base:
         why_not = (
-            "its base is in this run's checkpoints alone (checkpoint.init_from, model.init), where no server finds it"
+            "only this run's checkpoints contain its base (checkpoint.init_from, model.init), so servers cannot load it"
         )
     else:
         why_not = adapter_refusal(engine, config, has_tower)
     if why_not is not None and requested == "adapter":
         raise UserError(f"grpo.server.weights=adapter: {why_not}; or {MERGED_HINT}")
-    rounded = "lora.quantize=nf4 trains beside weights in 4 bits, which servers of the same model do not draw with"
+    rounded = "lora.quantize=nf4 trains with 4-bit weights, and servers of the same model do not sample with these"
     if requested == "auto" and is_rounded:
         why_not = rounded
     if why_not is not None:
-        say(f"the servers get merged weights, not the adapter alone: {why_not}")
+        say(f"the servers get merged weights instead of the adapter: {why_not}")
         return "directory"
     warning = f"{rounded}: " if is_rounded else ""
-    say(f"the servers get the adapter alone, which they all take; {warning}{MERGED_HINT}")
-    say("  the adapter is right beside the weights of model.path: start servers again that an earlier run gave others")
+    say(f"the servers get only the adapter, which all of them accept; {warning}{MERGED_HINT}")
+    say("  the adapter belongs to the weights of model.path: restart servers that an earlier run gave other weights")
     return "adapter"
 
 

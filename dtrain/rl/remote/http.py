@@ -249,7 +249,7 @@ class HttpEngine:
                 waits = f"of {self._start_timeout:g} s, grpo.server.start_timeout"
                 if tries.count(client.url) == 1 or time.monotonic() - reported_at >= REPORT_SECONDS:
                     reported_at = time.monotonic()
-                    self.say(f"{client.url}: {error}; waiting for it to come up, {tries.seconds:.0f} s left {waits}")
+                    self.say(f"{client.url}: {error}. Waiting for the server, {tries.seconds:.0f} s left {waits}")
                 if not tries.wait(client.url):
                     raise UserError(
                         f"{tries.summary()}: the server did not come up (the time {waits}, is over); start it, or "

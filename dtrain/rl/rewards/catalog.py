@@ -43,8 +43,8 @@ BUILT_IN: Mapping[str, str] = MappingProxyType(
 )
 """Name -> import path."""
 NOT_A_REWARD = (
-    "which is no reward: name a Python function that takes completions, and columns of the data by their names, and "
-    "gives a list of numbers"
+    "so it cannot be a reward. A reward is a Python function that accepts completions, or columns of the data by name, "
+    "and returns a list of numbers"
 )
 """The end of messages about something that is not a reward."""
 
@@ -80,12 +80,12 @@ def find_function_and_file(name: str, kind: str = "reward") -> tuple[str, str, s
     if not module or not function:
         near = closest_name(name, known)
         hint = f"did you mean {near}?" if near else f"there are {', '.join(known) or 'none by name'}"
-        raise UserError(f"{kind} {name}: no {kind} has this name; {hint} (an import path reads module.function)")
+        raise UserError(f"{kind} {name}: no {kind} has this name; {hint} (an import path has the form module.function)")
     if not all(map(str.isidentifier, module.split("."))) or function == "py":
         if function == "py":  # the path of a file, without a function
             module, function = path.rpartition(".")[0], "function"
         corrected = f"{module.removesuffix('.py').strip('./').replace('/', '.')}.{function}"
-        raise UserError(f"{kind} {name} is no import path: write module.function, without .py, such as {corrected}")
+        raise UserError(f"{kind} {name} is not an import path. Write module.function, without .py, such as {corrected}")
     spec = _module_spec(f"{kind} {name}", module)
     names = _top_level_names(f"{kind} {name}", spec)
     if names is not None and function not in names:
@@ -93,7 +93,7 @@ def find_function_and_file(name: str, kind: str = "reward") -> tuple[str, str, s
         hint = f"; did you mean {near}?" if near else ""
         raise UserError(f"{kind} {name}: {spec.origin} defines no {function}{hint}")
     if kind == "reward" and _is_from_c_module(spec, function):
-        raise UserError(f"reward {name} is of a C module of Python itself, {NOT_A_REWARD}")
+        raise UserError(f"reward {name} comes from a C module of Python, {NOT_A_REWARD}")
     return module, function, spec.origin or "Python itself"
 
 
@@ -108,7 +108,7 @@ def find_verifiers(name: str) -> str:
     """
     module = name.rpartition("/")[2].replace("-", "_")
     if not module.isidentifier():
-        raise UserError(f"{name} is no name of an environment: write NAME or OWNER/NAME")
+        raise UserError(f"{name} is not the name of an environment. Write NAME or OWNER/NAME")
     for package, how in (("verifiers", "'dtrain[verifiers]'"), (module, f"its package, or: prime env install {name}")):
         spec = PathFinder.find_spec(package, import_search_path()) or _spec_by_import_system(package)
         if spec is None:
@@ -201,7 +201,7 @@ def _top_level_names(whose: str, spec: ModuleSpec) -> set[str] | None:
         source = decode_source(Path(spec.origin).read_bytes())
         tree, table = ast.parse(source), symtable.symtable(source, spec.origin, "exec")
     except (SyntaxError, ValueError) as error:
-        raise UserError(f"{whose}: {spec.origin} is no Python: {error}") from None
+        raise UserError(f"{whose}: {spec.origin} is not valid Python: {error}") from None
     names = {symbol.get_name() for symbol in table.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
     has_star = any(isinstance(node, ast.ImportFrom) and node.names[0].name == "*" for node in ast.walk(tree))
     return None if has_star or "__getattr__" in names else names

@@ -155,7 +155,7 @@ def missing_column_problem(
     if problem is not None:
         return problem
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and _returns_no_list(node):
-        return f"reward {name} gives one value, or none, for all completions: return a list, a number for each"
+        return f"reward {name} returns one value, or nothing, for all completions. Return a list with a number for each"
     return None
 
 
@@ -229,15 +229,19 @@ def _call_problem(
     else:
         missing_options = [key for key in constructor.required if key not in options]
         if missing_options:
-            return f"reward {name} is made with {', '.join(missing_options)}: set its kwargs in {keys.rewards}"
+            return (
+                f"reward {name} needs the options {', '.join(missing_options)}. Set them in its kwargs ({keys.rewards})"
+            )
     if signature.positional_only:
-        return f"reward {name} takes {', '.join(signature.positional_only)} by place, {NOT_A_REWARD}"
+        return (
+            f"reward {name} has the positional-only parameters {', '.join(signature.positional_only)}, {NOT_A_REWARD}"
+        )
     missing = [key for key in signature.required if key not in available]
     if missing:
         return missing_argument_message(name.rsplit(".", 1)[-1], missing, columns, keys)
     accepted = {*signature.required, *signature.optional}
     if not signature.has_kwargs and not accepted & {*columns, *REWARD_ARGUMENTS}:
-        return f"reward {name} takes neither completions nor a column, {NOT_A_REWARD}"
+        return f"reward {name} accepts neither completions nor a column, {NOT_A_REWARD}"
     return None
 
 

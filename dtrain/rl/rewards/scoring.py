@@ -294,9 +294,11 @@ def call(name: str, function: Callable[..., Any], batch: Batch) -> list[float | 
     count = len(batch["completions"])
     is_sized_iterable = hasattr(result, "__iter__") and hasattr(result, "__len__")
     if isinstance(result, str | bytes | Mapping) or not is_sized_iterable:
-        raise UserError(f"reward {name} gave {shown(result)}; a list of {count} numbers or None is needed")
+        raise UserError(f"reward {name} returned {shown(result)}. It must return a list of {count} numbers or None")
     if len(result) != count:
-        raise UserError(f"reward {name} gave {len(result)} values for {count} completions; one each is needed")
+        raise UserError(
+            f"reward {name} returned {len(result)} values for {count} completions. It must return one for each"
+        )
     try:
         return [to_reward(value, " for a completion") for value in result]
     except UserError as error:
