@@ -192,7 +192,9 @@ def test_a_server_that_is_none_or_offers_something_else(players):
     with start_blocking_portal() as portal:
         with pytest.raises(UserError, match="false does not answer as an MCP server: Connection closed"):
             mcp.ToolServer("false", portal)
-    with pytest.raises(UserError, match="the file gone.json with the tools of .* does not exist. Write it: python -m dtrain.rl.environ"):
+    with pytest.raises(
+        UserError, match="the file gone.json with the tools of .* does not exist. Write it: python -m dtrain.rl.environ"
+    ):
         tool_schemas([Tool(mcp=SERVER, schema="gone.json")])
     Path("other.json").write_text('{"tools": []}')
     with pytest.raises(UserError, match="other.json must be a list of tools"):

@@ -78,8 +78,8 @@ REFUSED = {
     "bare": "its parameter text has no type hint. Write for example text: str",
     "silent": "has no docstring. Write one for the model",
     "strange": "JSON has no value for the type hint when: time.struct_time. Use str, int",
-    "mixed": "pair: tuple[int, int] is no hint",
-    "open_ended": "takes *args",
+    "mixed": "JSON has no value for the type hint pair: tuple[int, int]",
+    "open_ended": "has *args",
     "VALUE": "has no `def VALUE` at its top",
     "lookup": "defines no lookup; did you mean look_up?",
 }

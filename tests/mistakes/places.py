@@ -95,11 +95,11 @@ ROWS = (
     _one("grpo.rewards=[{fn: rewards_of_mine.takes_gold}]", "reward takes_gold takes gold", "it has wanted",
          files={"rewards_of_mine.py": REWARDS}, base="grpo"),
     _one("grpo.rewards=[{fn: python_tests}]", "reward python_tests", "'tests'", "it has wanted", base="grpo"),
-    _one("grpo.rewards=[{fn: os.system}]", "grpo.rewards[0].fn", "os.system is of a C module", "a Python function",
+    _one("grpo.rewards=[{fn: os.system}]", "grpo.rewards[0].fn", "os.system comes from a C module", "a Python function",
          base="grpo"),
     _one("grpo.rewards=[{fn: random.random}]", "random.random accepts neither completions nor a column", base="grpo"),
     _one("grpo.rewards=[{fn: random.shuffle}]", "shuffle takes x, which is no column", base="grpo"),
-    _one("grpo.rewards=[{fn: math.sqrt}]", "math.sqrt is of a C module", base="grpo"),
+    _one("grpo.rewards=[{fn: math.sqrt}]", "math.sqrt comes from a C module", base="grpo"),
     _one("grpo.rewards=[{fn: uncallable.Score}]", "uncallable.Score is a class without __call__",
          files={"uncallable.py": "class Score:\n    def score(self, completions): ...\n"}, base="grpo"),
     *(_one(f"grpo.rewards=[{{fn: mixed.{name}}}]", says, files={"mixed.py": MIXED}, base="grpo")

@@ -264,9 +264,7 @@ def test_a_server_that_is_waited_for_says_for_how_long():
     said = []
     with pytest.raises(UserError, match=r"the time of 0\.6 s, grpo\.server\.start_timeout, is over"):
         engine_of("http://127.0.0.1:9", start_timeout=0.6, say=said.append)
-    assert len(said) == 1 and said[0].endswith(
-        "Waiting for the server, 1 s left of 0.6 s, grpo.server.start_timeout"
-    )
+    assert len(said) == 1 and said[0].endswith("Waiting for the server, 1 s left of 0.6 s, grpo.server.start_timeout")
 
 
 def test_a_server_of_another_kind_is_named(vllm):
