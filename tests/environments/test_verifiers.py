@@ -57,7 +57,7 @@ def rows_for(kind, **more):
 
 def environments_of(kind, said, **more):
     options = (NAME, {"kind": kind, **more}, ["<|im_end|>"])
-    return Environments("dtrain.rl.environments.verifiers:Library", options=options, whose="grpo.verifiers",
+    return Environments("dtrain.rl.environments.verifiers:RolloutMaker", options=options, whose="grpo.verifiers",
                         timeout=30.0, say=said.append)  # fmt: skip
 
 

@@ -7,12 +7,12 @@ A recipe names a function (`grpo.environment`) that makes an environment for eac
 `row` is the data's row, with its prompt and columns. `seed` is a number that differs for each completion. The prompt is
 the data's. An environment has these methods and attributes:
 
-    step(text) -> float | None    receives a completion without special tokens, and returns its reward, or None
-    done                          whether the episode is over; read after each step
-    observe() -> text or list     what the model reads next: a text or messages. In a conversation a text becomes a
-                                  user's message
-    end() -> float | None         optional: called if the episode is cut off before it is done
-    metrics                       optional: a dict of numbers for metrics.jsonl
+- `step(text) -> float | None` receives a completion without special tokens and returns its reward, or None.
+- `done` says whether the episode is over. It is read after each step.
+- `observe()` returns what the model reads next: a text or a list of messages. In a conversation a text becomes a user's
+  message.
+- `end() -> float | None` is optional. It is called if the episode is cut off before it is done.
+- `metrics` is optional: a dict of numbers for metrics.jsonl.
 
 For example, an environment that gives the model a second try:
 

@@ -64,7 +64,7 @@ class Judge:
         self._client, self._model, self._rubric = HttpClient(url, read_api_key(api_key_file)), model, rubric
         self._concurrency, self._timeout = concurrency, timeout
         self._cache, self._lock = Path(cache) if cache else None, Lock()
-        self._known = _read(self._cache) if self._cache else {}
+        self._reward_of_key = _read_cache(self._cache) if self._cache else {}
         self._failed = 0  # in a row
         self.missed: str | None = None
 
@@ -77,7 +77,7 @@ class Judge:
         keys = [digest(self._client.url, self._model, messages) for messages in conversations]
         new = {}  # conversations that are not cached, each once
         for key, messages in zip(keys, conversations, strict=True):
-            if key not in self._known:
+            if key not in self._reward_of_key:
                 new[key] = messages
         self._failed, self.missed = 0, None
         with ThreadPoolExecutor(self._concurrency, "judge") as pool:
@@ -86,7 +86,7 @@ class Judge:
                     self.missed = self.missed or f"{self._client.url}: {reward}; what it did not judge has no reward"
                 else:
                     self._store(key, reward)
-        return [self._known.get(key) for key in keys]
+        return [self._reward_of_key.get(key) for key in keys]
 
     def check_server(self) -> None:
         """Check that the server is up and has the model.
@@ -137,7 +137,7 @@ class Judge:
 
     def _store(self, key: str, reward: float) -> None:
         """Store a reward in memory and in the cache file."""
-        self._known[key] = reward
+        self._reward_of_key[key] = reward
         if self._cache is not None:
             with suppress(OSError):  # on a full disk the question is asked again later
                 self._cache.parent.mkdir(parents=True, exist_ok=True)
@@ -200,7 +200,7 @@ def _points(answer: Any) -> float:
     return float(scores[-1]) / MAX_POINTS
 
 
-def _read(cache: Path) -> dict[str, float]:
+def _read_cache(cache: Path) -> dict[str, float]:
     """Return the rewards in a cache file by key. A line that is incomplete, because a run was killed, is skipped."""
     known: dict[str, float] = {}
     with suppress(OSError):

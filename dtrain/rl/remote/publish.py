@@ -71,7 +71,7 @@ HOW_TO_START_VLLM = (
     """start vLLM 0.30 or later with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config '{"backend": "nccl"}'"""
 )
 PROBE_GROUP = {"rank_offset": 1, "world_size": 2}  # an incomplete `init_info`, without the id of the group
-OTHER_WAY = "or set grpo.server.weights=directory"
+USE_DIRECTORY = "set grpo.server.weights=directory"
 ID_KEY = "0"  # the key of a group's id in torch's store
 ID_WAIT = timedelta(minutes=1)
 MAX_RANKS_PER_ID = 128  # torch uses several ids for larger groups
@@ -433,14 +433,15 @@ class TransferPublisher(StreamPublisher):
         super()._check()
         refusal = self.root.refusal(self.device)
         if refusal is not None:
-            raise UserError(f"grpo.server.weights=broadcast to vLLM is by NCCL: {refusal}; {OTHER_WAY}")
+            raise UserError(f"grpo.server.weights=broadcast to vLLM is by NCCL: {refusal}; or {USE_DIRECTORY}")
         for server in self.engine.servers:
             self._world_size(server)
             # An incomplete description is refused before anything happens. The refusal shows what the server supports.
             refused = catch_error(self._call, server, "/init_weight_transfer_engine", {"init_info": PROBE_GROUP})
             if "nccl_unique_id_b64" not in str(refused):
                 raise UserError(
-                    f"{refused or server.client.url}: it takes no weights over NCCL: {HOW_TO_START_VLLM}, {OTHER_WAY}"
+                    f"{refused or server.client.url}: it takes no weights over NCCL: {HOW_TO_START_VLLM}, "
+                    f"or {USE_DIRECTORY}"
                 )
 
     def _world_size(self, server: ServerClient) -> int:
@@ -449,7 +450,7 @@ class TransferPublisher(StreamPublisher):
             return int(self._call(server, "/get_world_size")["world_size"])
         except (UserError, LookupError, TypeError, ValueError) as error:
             raise UserError(
-                f"{error}: it does not tell its number of GPUs: {HOW_TO_START_VLLM}, {OTHER_WAY}"
+                f"{error}: it does not tell its number of GPUs: {HOW_TO_START_VLLM}, or {USE_DIRECTORY}"
             ) from error
 
     def _meet(self, info: WeightInfo) -> None:
@@ -471,7 +472,7 @@ class TransferPublisher(StreamPublisher):
         world_size = 1 + sum(sizes)
         if world_size > MAX_RANKS_PER_ID:
             raise UserError(
-                f"the servers have {sum(sizes)} GPUs, and one group takes {MAX_RANKS_PER_ID - 1}: {OTHER_WAY[3:]}"
+                f"the servers have {sum(sizes)} GPUs, and one group takes {MAX_RANKS_PER_ID - 1}: {USE_DIRECTORY}"
             )
         fields: dict[str, Any] = {
             "world_size": world_size,

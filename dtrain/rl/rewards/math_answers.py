@@ -82,7 +82,7 @@ def extract_answer(text: str) -> str | None:
     marked = extract_marked_answer(text)
     if marked is not None:
         return marked
-    last_number = _last_match(_ANY_NUMBER, _plain(text))
+    last_number = _last_match(_ANY_NUMBER, _strip_layout(text))
     return None if last_number is None else last_number.group().strip()
 
 
@@ -91,20 +91,27 @@ def extract_marked_answer(text: str) -> str | None:
     boxed = _last_box(text)
     if boxed is not None:
         return boxed.strip()
-    if "####" in text:
-        return text.rpartition("####")[2].strip().partition("\n")[0][:MAX_ANSWER_LENGTH].strip()
+    if "####" in text:  # GSM8K
+        return _first_line(text.rpartition("####")[2])
     text = text.replace("**", "")
     last = _last_match(_ANSWER_IS, text)
     if last is None:
         return None
-    line = text[last.end() :].lstrip().partition("\n")[0][:MAX_ANSWER_LENGTH].strip()
+    line = _first_line(text[last.end() :])
     if parse_answer(line).value is not None:
         return line.rstrip(".")
-    number = _ANY_NUMBER.search(_plain(line))
+    # "The answer is 5 apples, because ...": the number, unless the sentence names several answers.
+    number = _ANY_NUMBER.search(_strip_layout(line))
     sentence = line.partition(". ")[0].rstrip(".")
-    if number and not parse_answer(sentence).parts and " or " not in sentence:
+    has_several = bool(parse_answer(sentence).parts) or " or " in sentence
+    if number and not has_several:
         return number.group().strip()
     return sentence or None
+
+
+def _first_line(text: str) -> str:
+    """Return the first line of `text` that is not empty, cut to MAX_ANSWER_LENGTH."""
+    return text.strip().partition("\n")[0][:MAX_ANSWER_LENGTH].strip()
 
 
 def _last_match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
@@ -128,7 +135,7 @@ def parse_answer(text: str) -> MathAnswer:
         >>> [part.value for part in parse_answer("(1, 2)").parts]
         [Fraction(1, 1), Fraction(2, 1)]
     """
-    text = _plain(text[:MAX_ANSWER_LENGTH]).strip().rstrip(".").strip()
+    text = _strip_layout(text[:MAX_ANSWER_LENGTH]).strip().rstrip(".").strip()
     name = _NAMED.match(text)  # "x ="
     if name and name.end() < len(text):
         text = text[name.end() :]
@@ -200,7 +207,7 @@ def _last_box(text: str) -> str | None:
     return last
 
 
-def _plain(text: str) -> str:
+def _strip_layout(text: str) -> str:
     """Return `text` without LaTeX commands for layout, spaces and styles. Fractions become \\frac{..}{..}."""
     text = text.replace("\u2212", "-").replace("{,}", ",").replace("\\left", "").replace("\\right", "")
     text = text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac").replace("\\$", "$").replace("\\!", "")
