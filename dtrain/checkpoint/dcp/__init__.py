@@ -1,8 +1,8 @@
-"""Saves that a run resumes from, through torch's distributed checkpoint.
+"""Saves from which a run resumes, through torch's distributed checkpoint (DCP).
 
 store             the steps of one run, `checkpoints/step-N`, and the step of another run that it began from
-pieces            tensors of any placement as items of the distributed checkpoint
-training_state    model, optimizer and random number generators as named tensors and JSON, and back
+shards            sharded tensors as items of DCP, and DCP's metadata as JSON
+training_state    model, optimizer and random number generators as named tensors and JSON
 background        saves that training does not wait for
-retention         which saves stay, and the disk space that they need
+retention         which saves are kept, and the disk space that they need
 """

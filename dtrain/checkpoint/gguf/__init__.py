@@ -1,8 +1,8 @@
-"""Models and adapters as GGUF, the files of llama.cpp: one process, tensor by tensor. The package `gguf` writes them.
+"""Models and adapters as GGUF, the files of llama.cpp. The package `gguf` writes them, in one process, by tensor.
 
-A file is written where llama.cpp computes the same logits and gives the same ids, and is refused by name elsewhere.
+A file is written only if llama.cpp computes the same logits and the same token ids. Everything else is refused by name.
 
 export     a run, a checkpoint, a model or an adapter to one file
-families   hyper-parameters and tensors of each architecture, and what llama.cpp computes otherwise
+families   hyperparameters and tensors of each architecture, and differences to llama.cpp
 tokenizer  the vocabulary, how it splits a text, its special tokens and the chat template
 """

@@ -1,12 +1,15 @@
-"""A tokenizer as GGUF files have it: tokens with types, merges or scores, the special ones' ids, and the chat template.
+"""A tokenizer in a GGUF file: tokens with types, merges or scores, ids of special tokens, and the chat template.
 
-llama.cpp has two kinds that models here use. `gpt2` is byte-level BPE: merges by rank, after a split by regular
-expressions. `llama` is SentencePiece's BPE: two neighbours merge where their text is a token, the best score first,
-and there is no split. What is read is tokenizer.json's content; a part that gives other ids there is refused by name.
+Models that dtrain exports use one of two kinds of tokenizers in llama.cpp:
 
-llama.cpp has the regular expressions in its own code, under names (`tokenizer.ggml.pre`). A name is given where the
-steps of tokenizer.json split every text as it does. Those that tell capital and small letters apart (tekken, gpt-4o)
-are not among them: llama.cpp has this for ASCII letters alone, and cuts ÉCOLE after the É.
+    gpt2     byte-level BPE: a text is split by regular expressions, then merges are applied by rank
+    llama    SentencePiece's BPE: two neighbours merge if their text is a token, the best score first; no split
+
+tokenizer.json is read. Everything in it for which llama.cpp would give other ids is refused by name.
+
+llama.cpp has the regular expressions in its own code, under names (`tokenizer.ggml.pre`). A name is chosen only if the
+steps of tokenizer.json split every text in the same way. Expressions that distinguish capital from small letters
+(tekken, gpt-4o) are refused, because llama.cpp does so only for ASCII letters: it splits ÉCOLE after the É.
 """
 
 import json
@@ -25,9 +28,9 @@ from dtrain.base.model_directory import TOKENIZER_FILE
 from dtrain.data.text.template import choose_template
 from dtrain.data.text.tokenizer import Tokenizer
 
-_SPACE = "▁"  # SentencePiece's
-_PHI3 = "phi-3"  # llama.cpp strips spaces after special tokens where a file's name has this
-_KEEP_SPACES = ("<unk>", "<s>", "<|endoftext|>")  # but after these
+_SPACE = "▁"  # SentencePiece's character for a space
+_PHI3 = "phi-3"  # llama.cpp strips spaces after special tokens if `general.name` contains this
+_KEEP_SPACES = ("<unk>", "<s>", "<|endoftext|>")  # special tokens after which it does not
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _AFTER_DIGITS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -41,13 +44,31 @@ _NAMES = {
     ((_LLAMA3,), True): "llama-bpe",
     ((_LLAMA3,), False): "smaug-bpe",
 }
-"""Regular expressions that split in turn, and whether whole words are looked up before merges -> llama.cpp's name."""
+"""llama.cpp's name, by the regular expressions that split a text one after the other, and `ignore_merges`.
+
+With `ignore_merges`, a word that is a token is not merged from its parts.
+"""
 
 
 @dataclass
 class Vocabulary:
-    """A tokenizer in a GGUF file's terms. kind: "gpt2" or "llama"; types: TokenType's names; notes: what llama.cpp
-    leaves out of it, for the user."""
+    """A tokenizer in the form of a GGUF file.
+
+    Attributes:
+        kind: "gpt2" or "llama".
+        pre: llama.cpp's name of the regular expressions.
+        tokens: Text of each token.
+        types: Type of each token, a name of gguf's TokenType.
+        merges: Merges of "gpt2", by rank.
+        scores: Scores of "llama".
+        ids: Ids of special tokens, by llama.cpp's names such as "eos".
+        adds_bos: Whether a text begins with the token "bos".
+        adds_eos: Whether a text ends with the token "eos".
+        adds_space: Whether a space is added before a text.
+        strips_after_special: Whether spaces after special tokens are removed, as in Phi-3.
+        chat_templates: Chat templates by name: "default", "tool_use".
+        notes: Lines for the user about what llama.cpp does not have.
+    """
 
     kind: str
     pre: str
@@ -60,13 +81,22 @@ class Vocabulary:
     adds_eos: bool = False
     adds_space: bool = False
     strips_after_special: bool = False
-    chat_templates: dict[str, str] = field(default_factory=dict)  # by name: default, tool_use
+    chat_templates: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
 
 def read_vocabulary(directory: Path, base: Path, rows: int, template: Path) -> Vocabulary:
-    """Read the tokenizer of `directory` for an embedding of so many `rows`; base: as of `Tokenizer.from_directory`;
-    template: the directory with the chat template. UserError for a tokenizer that llama.cpp does not have."""
+    """Read a tokenizer.
+
+    Args:
+        directory: Directory of the tokenizer.
+        base: As in `Tokenizer.from_directory`.
+        rows: Rows of the model's embedding. Rows without a token get the type UNUSED.
+        template: Directory of the chat template.
+
+    Raises:
+        UserError: If llama.cpp does not have this tokenizer.
+    """
     tokenizer = Tokenizer.from_directory(directory, base)
     file = directory / TOKENIZER_FILE
     if tokenizer.size > rows:
@@ -97,7 +127,9 @@ def _read(tokenizer: Tokenizer, written: Mapping[str, Any], rows: int) -> Vocabu
     types = ["NORMAL" if number in words else "UNUSED" for number in range(rows)]
     is_byte_level = not model.get("byte_fallback")
     vocabulary = Vocabulary("gpt2" if is_byte_level else "llama", "default", tokens, types)
-    pairs = [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in model.get("merges", ())]
+    pairs = []  # tokenizer.json has merges as "a b" or as ["a", "b"]
+    for merge in model.get("merges", ()):
+        pairs.append(tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge))
     if is_byte_level:
         _read_byte_level(vocabulary, written, pairs)
     else:
@@ -115,7 +147,7 @@ def _read_byte_level(vocabulary: Vocabulary, written: Mapping[str, Any], pairs: 
         vocabulary.notes.append(
             "llama.cpp does not compose characters (NFC), as the tokenizer does: give it composed ones"
         )
-    # Bytes without a token are left out by both; llama.cpp knows no token in their place.
+    # Both leave out bytes without a token, unless tokenizer.json has a token to replace them.
     if written["model"].get("unk_token") is not None and set(ByteLevel.alphabet()) - set(vocabulary.tokens):
         raise UserError("model: bytes without a token become its unk_token")
     vocabulary.pre = _pre_tokenizer_name(written)
@@ -123,8 +155,10 @@ def _read_byte_level(vocabulary: Vocabulary, written: Mapping[str, Any], pairs: 
 
 
 def _pre_tokenizer_name(tokenizer: Mapping[str, Any]) -> str:
-    """Return llama.cpp's name for how a byte-level tokenizer.json splits texts. Raises UserError that names the step
-    for which it has none."""
+    """Return llama.cpp's name for the way in which a byte-level tokenizer.json splits texts.
+
+    Raises UserError that names the step which llama.cpp does not have.
+    """
     steps: list[str] = []
     part = tokenizer.get("pre_tokenizer") or {}
     entries = part.get("pretokenizers", [part])
@@ -141,7 +175,7 @@ def _pre_tokenizer_name(tokenizer: Mapping[str, Any]) -> str:
 
 
 def _regexes(entry: Mapping[str, Any]) -> list[str]:
-    """Return the regular expressions of one step. UserError for a step that is none."""
+    """Return the regular expressions of one step of tokenizer.json. Raises UserError for any other step."""
     kind = entry.get("type")
     if kind == "ByteLevel":
         if entry.get("add_prefix_space"):
@@ -151,7 +185,7 @@ def _regexes(entry: Mapping[str, Any]) -> list[str]:
         return [_DIGIT]
     if kind == "Split":
         regex = (entry.get("pattern") or {}).get("Regex")
-        # Matches are kept and what lies between them is dropped: there is nothing between those of a known expression.
+        # "Removed" with "invert" keeps matches, and drops what is between them. Known expressions match everything.
         keeps_matches = (entry.get("behavior"), entry.get("invert", False)) in (("Isolated", False), ("Removed", True))
         if regex is not None and keeps_matches:
             return [regex]
@@ -166,7 +200,8 @@ def _read_sentencepiece(
     vocabulary.adds_space = _adds_space(written)
     ids = {token: number for number, token in enumerate(vocabulary.tokens)}
     for value in range(256):
-        if (number := ids.get(f"<0x{value:02X}>")) is None:
+        number = ids.get(f"<0x{value:02X}>")
+        if number is None:
             raise UserError(f"model: the byte <0x{value:02X}> has no token")
         vocabulary.types[number] = "BYTE"
     unknown = written["model"].get("unk_token")
@@ -179,8 +214,10 @@ def _read_sentencepiece(
 
 
 def _adds_space(written: Mapping[str, Any]) -> bool:
-    """Return whether a space comes before a text, and after every special token, as in Llama 2; False for Gemma's. The
-    steps that write spaces as SentencePiece does are the only ones that there may be."""
+    """Check whether a space is added before a text and after every special token, as in Llama 2. Gemma adds none.
+
+    Raises UserError for any step that does not replace spaces as SentencePiece does.
+    """
     normalizer, split = written.get("normalizer") or {}, written.get("pre_tokenizer") or {}
     steps = normalizer.get("normalizers", [normalizer] if normalizer else [])
     kinds = [step.get("type") for step in steps]
@@ -203,8 +240,20 @@ def _adds_space(written: Mapping[str, Any]) -> bool:
 
 
 def _scores(tokens: Sequence[str], pairs: Sequence[tuple[str, ...]], added: set[str]) -> list[float]:
-    """Return a score for each token with which the best pair to merge is the pair of the lowest rank. UserError where
-    no scores do this: for merges that form a token at ranks apart, or not from all of its parts."""
+    """Return a score for each token, by which llama.cpp merges the pair of the lowest rank first.
+
+    tokenizer.json ranks pairs, and llama.cpp scores the merged text. For example, merges "a b" (rank 0) and "ab c"
+    (rank 1) give "ab" the score 0 and "abc" the score -1.
+
+    Args:
+        tokens: All tokens.
+        pairs: The merges, by rank.
+        added: Added tokens, which are not merged.
+
+    Raises:
+        UserError: If no scores are equivalent: the pairs of a token do not follow one another in rank, or a token can
+            be split into two tokens that are not a pair.
+    """
     ranks: dict[str, int] = {}
     previous = None
     for left, right in pairs:
@@ -226,7 +275,7 @@ def _scores(tokens: Sequence[str], pairs: Sequence[tuple[str, ...]], added: set[
 
 
 def _type_added(vocabulary: Vocabulary, tokenizer: Tokenizer, normalizer: Normalizer | None) -> None:
-    """Say which tokens are added ones. UserError for flags that llama.cpp does not have."""
+    """Set the types of added tokens. Raises UserError for flags that llama.cpp does not have."""
     added = tokenizer.added_tokens()
     for number, token in added.items():
         if token.single_word or token.lstrip:
@@ -254,7 +303,7 @@ def _add_special(vocabulary: Vocabulary, tokenizer: Tokenizer) -> None:
     if before and before[0] != bos or after and after[0] != eos:
         raise UserError("post_processor: it adds other tokens than bos_token before a text and eos_token after it")
     vocabulary.adds_bos, vocabulary.adds_eos = bool(before), bool(after)
-    # Each of these ends an answer there: the token that ends a text, a turn, a message.
+    # llama.cpp ends an answer at each of these tokens: the end of a text, of a turn, of a message.
     vocabulary.ids |= dict(zip(("eos", "eot", "eom"), tokenizer.eos_ids, strict=False))
     if bos is not None:
         vocabulary.ids["bos"] = bos
@@ -263,8 +312,10 @@ def _add_special(vocabulary: Vocabulary, tokenizer: Tokenizer) -> None:
 
 
 def general_name(name: str, vocabulary: Vocabulary) -> str | None:
-    """Return a file's name for itself: `name`, or where llama.cpp would strip spaces by it, and the tokenizer does
-    otherwise, a longer one or none."""
+    """Return the name to store in a file (`general.name`); None to store none.
+
+    llama.cpp strips spaces after special tokens if this name contains "phi-3". So it must, or must not, contain it.
+    """
     is_phi3 = any(word in name.lower() for word in (_PHI3, "phi3"))
     if vocabulary.strips_after_special == is_phi3:
         return name

@@ -25,10 +25,23 @@ def from_pretrained(
     labels: int | None = None,
     vision: bool = False,
 ) -> CausalLM:
-    """The model in a Hugging Face directory, its weights (safetensors, one file or an index) in `dtype` on `device`; or
-    an adapter in PEFT's layout, with its base. nf4: whether an adapter's base is rounded to 4 bits. labels, vision: as
-    of `read_config`. Raises UserError: no such directory, a config that cannot be used, weights that are missing or do
-    not fit, a base that is not found."""
+    """Build the model of a Hugging Face directory, or of an adapter with its base, with its weights.
+
+    Args:
+        path: A model's directory (safetensors in one file or with an index), or an adapter's in PEFT's layout.
+        dtype: Dtype of the weights.
+        device: Device of the model.
+        nf4: Round the base of an adapter to 4 bits.
+        labels: As in `read_config`.
+        vision: As in `read_config`.
+
+    Raises:
+        UserError: If there is no such directory, the config cannot be used, weights are missing or do not fit, or the
+            base of an adapter is not found.
+
+    Collectives:
+        None.
+    """
     if not is_adapter_directory(path):
         model = build(read_config(path, labels, vision), dtype, "meta")
         convert_to_4_bits(model, Path(path), dtype, nf4=False)
@@ -44,7 +57,7 @@ def from_pretrained(
 
 
 def _fill(model: CausalLM, directory: str | Path, device: torch.device | str) -> None:
-    """Give the model, on meta, memory on `device` and its weights."""
+    """Allocate a model that is on meta, and read its weights."""
     model.to_empty(device=device)
     model.tie_weights()
     read_weights(model, directory)
