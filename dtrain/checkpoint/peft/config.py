@@ -8,10 +8,10 @@ The base model that the file names is compared with the model of the run: by its
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dtrain.adapters.config import (
     ALL_LINEAR,
@@ -44,9 +44,9 @@ from dtrain.models.registry import FAMILIES
 
 ADAPTER = "adapter"  # the folder of a step
 BASE = "base_model_name_or_path"
-_LONGEST_SHOWN = 200  # characters of a value that messages show
+_MAX_VALUE_LENGTH = 200  # characters of a value in messages
 
-# Model types whose experts PEFT converts when it loads an adapter, and the names that it takes for experts' matrices:
+# Model types whose experts PEFT converts when it loads an adapter, and the names that PEFT treats as experts' matrices:
 # peft.utils.transformers_weight_conversion (_MOE_TARGET_MODULE_MAPPING) with transformers.conversion_mapping. The types
 # that dtrain does not have are for families that a user registers.
 _QWEN_EXPERTS = frozenset({"gate", "gate_proj", "up_proj", "down_proj"})
@@ -161,22 +161,35 @@ def peft_config(config: AdapterConfig, model: ModelConfig, base: str | None) -> 
     from dtrain.models.building import adaptable_shapes, module_names  # loads torch
 
     layers = adaptable_shapes(model)
-    known = [name for name in layers if is_expert_or_router(name)]
-    names = [name for name in layers if not is_expert_or_router(name)]
-    single, adapted = config.select_parameters(known), config.select_layers(names)
-    ends = sorted({name.rpartition(".")[2] for name in adapted})
-    outer = {name: to_tower_name(name) if model.is_text_tower else name for name in [*adapted, *single]}
+    parameter_names = [name for name in layers if is_expert_or_router(name)]
+    layer_names = [name for name in layers if not is_expert_or_router(name)]
+    parameters, adapted = config.select_parameters(parameter_names), config.select_layers(layer_names)
+    # PEFT's names of the adapted layers and parameters: in a multimodal model they are within its text tower.
+    peft_names = {name: to_tower_name(name) if model.is_text_tower else name for name in [*adapted, *parameters]}
+
+    last_parts = sorted({name.rpartition(".")[2] for name in adapted})
+    matching = {name for name in layer_names if name.rpartition(".")[2] in last_parts}
     # A vision tower has layers with the same last names, so layers of a text tower get their full names.
-    are_ends = not model.is_text_tower and {name for name in names if name.rpartition(".")[2] in ends} == set(adapted)
-    targets = sorted({".".join(parameter_name(name).split(".")[-2:]) for name in single})
-    if model.is_text_tower or AdapterConfig(parameters=tuple(targets)).select_parameters(known) != single:
-        targets = sorted(parameter_name(outer[name]) for name in single)
-    by_ours = {parameter_name(config.matched_name(name)): parameter_name(theirs) for name, theirs in outer.items()}
-    saved = list(config.modules_to_save)
+    if matching == set(adapted) and not model.is_text_tower:
+        target_modules = last_parts
+    else:
+        target_modules = sorted(peft_names[name] for name in adapted)
+
+    target_parameters = sorted({".".join(parameter_name(name).split(".")[-2:]) for name in parameters})
+    matching_parameters = AdapterConfig(parameters=tuple(target_parameters)).select_parameters(parameter_names)
+    if matching_parameters != parameters or model.is_text_tower:
+        target_parameters = sorted(parameter_name(peft_names[name]) for name in parameters)
+
+    pattern_names = {}  # PEFT's names by those that the adapter's patterns match
+    for name, peft_name in peft_names.items():
+        pattern_names[parameter_name(config.matched_name(name))] = parameter_name(peft_name)
+    alpha_pattern = {key: _integer_if_whole(value) for key, value in config.alpha_pattern.items()}
+
+    modules_to_save = list(config.modules_to_save)
     if model.is_text_tower:
         saved = sorted(to_tower_name(name) for name in config.select_saved_modules(module_names(model)))
-        # PEFT saves all of a module, and finds none within it.
-        saved = [name for name in saved if not any(name.startswith(f"{other}.") for other in saved)]
+        # PEFT saves a module with everything in it, and does not find modules inside of it.
+        modules_to_save = [name for name in saved if not any(name.startswith(f"{other}.") for other in saved)]
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM" if model.num_labels is None else "SEQ_CLS",
@@ -185,17 +198,15 @@ def peft_config(config: AdapterConfig, model: ModelConfig, base: str | None) -> 
         "r": config.rank,
         "lora_alpha": _integer_if_whole(config.alpha),
         "lora_dropout": config.dropout,
-        "target_modules": ends if are_ends else sorted(outer[name] for name in adapted),
-        "target_parameters": targets or None,
+        "target_modules": target_modules,
+        "target_parameters": target_parameters or None,
         "exclude_modules": None,
         "layers_to_transform": None,
-        "rank_pattern": _patterns(config.rank_pattern, config.rank, by_ours),
-        "alpha_pattern": _patterns(
-            {key: _integer_if_whole(v) for key, v in config.alpha_pattern.items()}, config.alpha, by_ours
-        ),
+        "rank_pattern": _patterns(config.rank_pattern, config.rank, pattern_names),
+        "alpha_pattern": _patterns(alpha_pattern, config.alpha, pattern_names),
         "use_rslora": config.rslora,
         "use_dora": config.dora,
-        "modules_to_save": saved or None,
+        "modules_to_save": modules_to_save or None,
         "ensure_weight_tying": bool(model.tie_word_embeddings and config.select_saved_modules(EMBEDDING_AND_HEAD)),
         "bias": "none",
         "lora_bias": False,
@@ -250,23 +261,29 @@ def base_problems(directory: Path, model: Path) -> list[Problem]:
 
 
 def base_notes(directory: Path, model: Path) -> list[str]:
-    """Return notes for the user where it cannot be known that the adapter in `directory` is of `model`."""
+    """Return notes for the user if it is unknown whether the adapter in `directory` was trained on `model`."""
     try:
         if not is_adapter_directory(directory) or _is_base(directory, model) is not None:
             return []
         name = _base_name(directory)
-    except UserError:  # a problem that others tell
+    except UserError:  # reported by `adapter_problems`
         return []
     reason = f"{BASE} is {name}" if name else f"it names no base ({BASE})"
     return [
-        f"note: {directory / ADAPTER_CONFIG}: {reason}; whether that is the model at model.path={model} cannot be told "
-        "here, and on another one the adapter means nothing"
+        f"note: {directory / ADAPTER_CONFIG}: {reason}; whether that is the model at model.path={model} cannot be "
+        "checked here, and on another model the adapter is useless"
     ]
 
 
 def base_of(directory: Path) -> Path:
-    """The directory of the model that the adapter in `directory` belongs to: base_model_name_or_path, from here or from
-    the adapter's own place, or of that id in the hub's cache. Raises UserError."""
+    """Return the directory of an adapter's base model.
+
+    `base_model_name_or_path` may be a path relative to the working directory or to the adapter's directory, or an id on
+    the hub whose model is in the cache.
+
+    Raises:
+        UserError: If there is no such model.
+    """
     file, key = directory / ADAPTER_CONFIG, BASE
     name = read_json(file).get(key)
     if not isinstance(name, str) or not name:
@@ -310,7 +327,11 @@ def _patterns(patterns: Mapping[str, Any], otherwise: float, outer: Mapping[str,
 
 
 def _integer_if_whole(number: float) -> float:
-    """Return an integer where the number is one, which is what PEFT declares."""
+    """Return a whole number as an integer, which is the type that PEFT declares.
+
+    >>> _integer_if_whole(16.0), _integer_if_whole(0.5)
+    (16, 0.5)
+    """
     return int(number) if number == int(number) else number
 
 
@@ -332,8 +353,8 @@ def _read_config(directory: Path) -> tuple[AdapterConfig | None, list[str]]:
         value = fields[key]
         if not is_valid(value):
             text = repr(value)
-            if len(text) > _LONGEST_SHOWN:
-                text = f"{text[:_LONGEST_SHOWN]}..."
+            if len(text) > _MAX_VALUE_LENGTH:
+                text = f"{text[:_MAX_VALUE_LENGTH]}..."
             problems.append(f"{file}: {key} is {text}, and must be {description}{_pattern_error_of(key, value)}")
     # An unknown field, for example of a later PEFT, may change numbers unless its value is empty or off.
     for key, value in content.items():
@@ -435,7 +456,7 @@ def _is_names(value: Any) -> bool:
 
 
 def _is_table(value: Any, is_valid: Callable[[Any], bool]) -> bool:
-    """Return whether a value is null, or maps regular expressions for names to valid values."""
+    """Check for null, or a mapping of regular expressions for names to valid values."""
     if value is None:
         return True
     if not isinstance(value, dict):
@@ -444,7 +465,7 @@ def _is_table(value: Any, is_valid: Callable[[Any], bool]) -> bool:
 
 
 def _means_layers(value: Any) -> bool:
-    """Return whether `layers_pattern`, PEFT's pattern for the list of layers, matches the decoder's layers."""
+    """Check whether `layers_pattern`, PEFT's pattern for the list of layers, matches the decoder's layers."""
     patterns = [value] if isinstance(value, str) else value
     if not patterns:
         return True
@@ -457,44 +478,76 @@ def _means_layers(value: Any) -> bool:
 
 
 def _is_base(directory: Path, model: Path) -> bool | None:
-    """Return whether `model` is the base of the adapter in `directory`; None where it cannot be known."""
+    """Check whether `model` is the base of the adapter in `directory`. None means that it is unknown."""
     name = _base_name(directory)
     if name and name in (str(model), hub.cached_model_id(model)):
         return True
     try:
         base = base_of(directory)
-        return True if base.resolve() == model.resolve() else _same_weights(base, model)
+        if base.resolve() == model.resolve():
+            return True
+        return _same_weights(base, model)
     except UserError:
         return None
 
 
 def _same_weights(base: Path, model: Path) -> bool | None:
-    """Compare a part of each tensor that both hold in the same form. Raises UserError for files that cannot be read."""
-    first, second = dict(_tensor_ranges(base)), dict(_tensor_ranges(model))
-    both = [name for name in first if name in second and first[name][0] == second[name][0]]
-    if any(_middle_bytes(*first[name]) != _middle_bytes(*second[name]) for name in both):
-        return False
-    return True if both and len(both) == len(first) == len(second) else None
+    """Compare a part of each tensor that two models have with the same dtype and shape.
+
+    Returns:
+        False if a part differs, True if all tensors were compared, and None otherwise.
+
+    Raises:
+        UserError: For files that cannot be read.
+    """
+    first, second = _tensor_ranges(base), _tensor_ranges(model)
+    common = [name for name in first if name in second and first[name].kind == second[name].kind]
+    for name in common:
+        if _middle_bytes(first[name]) != _middle_bytes(second[name]):
+            return False
+    is_complete = bool(common) and len(common) == len(first) == len(second)
+    return True if is_complete else None
 
 
 def _base_name(directory: Path) -> Any:
     return read_json(directory / ADAPTER_CONFIG).get(BASE)
 
 
-def _tensor_ranges(directory: Path) -> Iterator[tuple[str, tuple[tuple, Path, int]]]:
-    """The tensors of a model by name: what they are (dtype, shape, bytes), the file, and where they begin there."""
-    for file in find_weight_files(directory) or ():
-        entries, start = read_safetensors_header(directory / file)
-        for name, entry in entries.items():
+class _TensorRange(NamedTuple):
+    """Bytes of a tensor in a safetensors file.
+
+    Attributes:
+        kind: Dtype and shape.
+        file: The file.
+        start: First byte.
+        size: Number of bytes.
+    """
+
+    kind: tuple[str, tuple[int, ...]]
+    file: Path
+    start: int
+    size: int
+
+
+def _tensor_ranges(directory: Path) -> dict[str, _TensorRange]:
+    """Return the bytes of each tensor of a model, by name."""
+    ranges = {}
+    for name in find_weight_files(directory) or ():
+        file = directory / name
+        entries, data_start = read_safetensors_header(file)
+        for tensor_name, entry in entries.items():
             begin, end = entry["data_offsets"]
-            yield name, ((entry["dtype"], tuple(entry["shape"]), end - begin), directory / file, start + begin)
+            kind = (entry["dtype"], tuple(entry["shape"]))
+            ranges[tensor_name] = _TensorRange(kind, file, data_start + begin, end - begin)
+    return ranges
 
 
-def _middle_bytes(kind: tuple, file: Path, begin: int) -> bytes:
-    size = kind[2]
+def _middle_bytes(tensor: _TensorRange) -> bytes:
+    """Read up to `_COMPARED_BYTES` from the middle of a tensor. Raises UserError."""
+    file, size = tensor.file, tensor.size
     try:
         with file.open("rb") as stream:
-            stream.seek(begin + max(0, size - _COMPARED_BYTES) // 2)
+            stream.seek(tensor.start + max(0, size - _COMPARED_BYTES) // 2)
             return stream.read(min(size, _COMPARED_BYTES))
     except OSError as error:
         raise UserError(f"{file}: {error.strerror or error}") from error
