@@ -29,7 +29,7 @@ def test_what_cannot_be_planned_does_not_end_the_run(tmp_path, monkeypatch):
         assert "no plan (the recipe has a problem" in refused.peak(wait=300).words
     monkeypatch.setattr("dtrain.commands.plan.background.make_plan", lambda *_: os._exit(3))
     with PlannedPeak(recipe, 2, "cpu") as died:
-        assert died.peak(wait=300).words == "no plan (a process that worked on a plan died (3))"
+        assert died.peak(wait=300).words == "no plan (a process that computes a plan died (exit code 3))"
 
 
 def test_children_end_with_their_parent_and_with_their_context(tmp_path):

@@ -249,7 +249,7 @@ def test_half_an_update_of_the_weights_stays_one(server, base, adapters):
         ({"lora_path": "{root}/wrong"}, 400, "lora_A"),
         ({"lora_path": "{root}/saved"}, 400, "modules_to_save"),
         ({"lora_path": "{root}/cut"}, 400, "adapter_model.safetensors"),
-        ({"lora_int_id": 3}, 400, "lora_int_id is no field"),
+        ({"lora_int_id": 3}, 400, "lora_int_id is not a field"),
         ({"load_inplace": 1}, 400, "load_inplace"),
         ({"mode": "later"}, 400, "mode"),
     ],

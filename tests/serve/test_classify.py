@@ -75,8 +75,8 @@ def test_outputs_are_those_of_transformers(served):
 @pytest.mark.parametrize(
     ("path", "body", "status", "answer"),
     [
-        ("/classify", {}, 400, "give input"),
-        ("/classify", {"input": "w3", "messages": []}, 400, "one of them"),
+        ("/classify", {}, 400, "give either input"),
+        ("/classify", {"input": "w3", "messages": []}, 400, "give either input"),
         ("/classify", {"input": [3, 9999]}, 400, "not in the vocabulary"),
         ("/classify", {"input": "w3 " * 40}, 400, "has 41 tokens"),
         ("/classify", {"input": "w3", "model": "other"}, 404, "the model is tiny"),

@@ -83,4 +83,4 @@ def test_what_is_scored_together_changes_no_score(model, together):
     net = models.from_pretrained(model, torch.float64)
     alone = [score_prompts(net, [one], 1)[0] for one in PROMPTS]
     for mine, one in zip(score_prompts(net, PROMPTS, together), alone, strict=True):
-        assert mine.likeliest == one.likeliest and mine.logprobs == pytest.approx(one.logprobs, rel=1e-12)
+        assert mine.argmax_ids == one.argmax_ids and mine.logprobs == pytest.approx(one.logprobs, rel=1e-12)

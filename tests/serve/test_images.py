@@ -258,7 +258,7 @@ def test_images_beside_token_ids_are_of_one_prompt_that_has_their_tokens(made):
         "4 image tokens, but by this model's image processor its images have 8": {"prompt": [8, *[IMAGE] * 4, 9]},
         "those of an image in a row ([8])": {"prompt": [8, *[IMAGE] * 4, 5, *[IMAGE] * 4, 9]},
         "images need a single prompt of token ids": {"prompt": "w5"},
-        "of one prompt of token ids, which has their tokens, without echo": {"echo": True},
+        "need a single prompt of token ids with image tokens, and no echo": {"echo": True},
         "images[0]: ": {"images": [data_uri(b"hello")]},
         "images[0]='cat.png' must contain the image": {"images": ["cat.png"]},
         "by this model's image processor its images have 1": {"mm_processor_kwargs": {"max_pixels": 128}},
@@ -275,7 +275,7 @@ def test_images_beside_token_ids_are_of_one_prompt_that_has_their_tokens(made):
 def test_models_of_text_refuse_images(made, run, tmp_path, monkeypatch):
     text, (_, _, (photo, _)) = make_model(tmp_path, 1), made
     status, _, err = run("generate", made[0], "--prompt", "w5", "--image", photo, "--raw")
-    assert status == 1 and "--raw is without one: leave --raw out" in err
+    assert status == 1 and "--raw leaves out: leave --raw out" in err
     (text / "model.safetensors").rename(text / "elsewhere")  # it is refused before weights are read
     status, _, err = run("generate", text, "--prompt", "w5", "--image", photo)
     assert status == 1 and "--image" in err and "takes no images (its config.json has no vision_config)" in err

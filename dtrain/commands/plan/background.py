@@ -1,4 +1,4 @@
-"""The plan of a run, computed beside it: checks the run's memory, and is shown once it is there."""
+"""The plan of a run, computed in the background. It checks the run's memory, and its peak is shown once it is known."""
 
 import multiprocessing
 from collections.abc import Mapping
@@ -10,21 +10,27 @@ import torch
 
 from dtrain.base.errors import UserError
 from dtrain.commands.plan.choose import Choice, TooLarge, choose
-from dtrain.commands.plan.hardware import GPUS, USABLE_MEMORY, gib, hardware_of
-from dtrain.commands.plan.plan import make_plan, resolve_plan
+from dtrain.commands.plan.hardware import GPUS, USABLE_MEMORY, Hardware, gib, hardware_of
+from dtrain.commands.plan.plan import Plan, make_plan, resolve_plan
 from dtrain.commands.plan.processes import Child
 from dtrain.commands.plan.report import too_much
 from dtrain.launch.devices import DeviceFacts
 from dtrain.recipe import Recipe
 from dtrain.recipe.world import replace_keys, unresolved_auto_keys
 
-PLAN_SECONDS = 120.0  # that a run waits for its plan, before it reads weights
-_BEHIND_THE_RUN = 5  # of `os.nice`
+PLAN_SECONDS = 120.0  # time that a run waits for its plan before it reads weights
+_NICENESS = 5  # of the process, as of `os.nice`: the run comes first
 
 
 class Peak(NamedTuple):
-    """Peak of a plan. words: the peak as text, or why there is none. size: its bytes. too_much: the error for a device
-    that does not hold it, with the smallest change that would help. choice: of what the recipe leaves to `auto`."""
+    """The peak of a plan.
+
+    Attributes:
+        words: The peak as text, or the reason why there is none.
+        size: Its bytes.
+        too_much: Error if the device is too small, with the smallest change that would help.
+        choice: Values for the keys of the recipe that are `auto`.
+    """
 
     words: str
     size: int = 0
@@ -33,12 +39,17 @@ class Peak(NamedTuple):
 
 
 class PlannedPeak(Child[Peak]):
-    """Planned peak of a rank's tensors: the plan of `recipe` on `world_size` devices of type `device_type`.
+    """The planned peak of a rank, computed in a forked process of lower priority.
 
-    It is computed in a process of lower priority, forked from this one, which ends with the context or with this
-    process. Must be created before this process has a process group or has touched CUDA: neither survives a fork. What
-    the devices are is therefore given later: to `choose` where the recipe leaves keys to `auto`, or their
-    values to `settle`, else to `too_much`.
+    The process ends with the context or with this process. It must be created before this process has a process group
+    or has started CUDA, because neither survives a fork. The devices are therefore passed later: to `choose` if the
+    recipe has keys that are `auto`, or else to `peak_if_too_large`. If the values were chosen without a plan, they are
+    passed to `settle`.
+
+    Args:
+        recipe: The recipe.
+        world_size: Number of devices.
+        device_type: "cpu" or "cuda".
     """
 
     def __init__(self, recipe: Recipe, world_size: int, device_type: str):
@@ -46,22 +57,31 @@ class PlannedPeak(Child[Peak]):
         self._facts: Any = multiprocessing.get_context("fork").SimpleQueue()
         if device_type != "cuda" and not unresolved_auto_keys(recipe):
             self._facts.put(None)
-        super().__init__(partial(_planned, recipe, world_size, self._facts), niceness=_BEHIND_THE_RUN)
+        super().__init__(partial(_planned, recipe, world_size, self._facts), niceness=_NICENESS)
         self._peak: Peak | None = None
 
     def peak(self, wait: float = 0.0) -> Peak | None:
-        """Return the peak, or why there is none; None if that is not known within `wait` seconds."""
+        """Return the peak, or the reason why there is none. None if it is not known within `wait` seconds."""
         if self._peak is None and self.is_done(wait):
             outcome = self.outcome()
             self._peak = Peak(_no_plan(outcome)) if isinstance(outcome, Exception) else outcome
         return self._peak
 
     def choose(self, memory: int, device: DeviceFacts | None, host: int) -> Peak:
-        """Return the peak on devices of `memory` bytes with what was chosen for `auto`; its choice is None where there
-        is no plan of the recipe, or none within PLAN_SECONDS, after which the process ends.
+        """Choose values for the keys that are `auto`, and return the peak with them. Can be called once.
 
-        device: the GPU, None on CPUs. host: bytes of the host's memory for each rank. Can be called once. Raises
-        UserError where nothing fits."""
+        Args:
+            memory: Bytes of a device.
+            device: The GPU. None on CPUs.
+            host: Bytes of the host's memory for each rank.
+
+        Returns:
+            The peak. Its choice is None if the recipe cannot be planned, or not within PLAN_SECONDS, after which the
+            process is ended.
+
+        Raises:
+            UserError: If nothing fits.
+        """
         self._facts.put((memory, device, host))
         peak = self.peak(PLAN_SECONDS)
         if peak is None:
@@ -72,12 +92,14 @@ class PlannedPeak(Child[Peak]):
         return peak
 
     def settle(self, values: Mapping[str, Any]) -> None:
-        """Give values for what the recipe leaves to `auto` that were chosen without the plan, in place of `choose`."""
+        """Pass values for the keys that are `auto`, if they were chosen without the plan, instead of `choose`."""
         self._facts.put(dict(values))
 
     def peak_if_too_large(self, device: DeviceFacts) -> Peak | None:
-        """Return the peak where devices like `device` do not hold it; None if they do, or if there is no plan within
-        PLAN_SECONDS. Can be called once."""
+        """Return the peak if it does not fit on devices like `device`. Can be called once.
+
+        None if it fits, or if there is no plan within PLAN_SECONDS.
+        """
         self._facts.put(device)
         peak = self.peak(PLAN_SECONDS)
         if peak is None or peak.too_much is None:
@@ -86,28 +108,60 @@ class PlannedPeak(Child[Peak]):
 
 
 def _planned(recipe: Recipe, world_size: int, facts_queue: Any) -> Peak:
+    """Compute the peak, in the forked process.
+
+    Args:
+        recipe: The recipe.
+        world_size: Number of devices.
+        facts_queue: For a recipe with keys that are `auto`, it first gets what `choose` or `settle` puts. Otherwise it
+            gets the device, or None on CPUs.
+    """
     try:
-        values = facts_queue.get() if unresolved_auto_keys(recipe) else None
-        if isinstance(values, tuple):
-            memory, device, host = values
-            hardware, lines = (None, ()) if device is None else hardware_of(device)
-            choice = choose(resolve_plan(recipe, world_size, recipe.launch.device, hardware), memory, hardware, host)
-            choice = replace(choice, lines=(*choice.lines, *lines))
-            return Peak(f"planned peak {gib(choice.peak)}", choice.peak, choice=choice)
-        hardware = next(iter(GPUS.values()))
-        plan = make_plan(replace_keys(recipe, values or {}), world_size, hardware)
-        device = facts_queue.get() if values is None else None
-        if device is not None and torch.bfloat16 not in (own := hardware_of(device)[0]).arithmetic:
-            plan = make_plan(recipe, world_size, own)  # without flash attention
-        peak = Peak("; ".join([f"planned peak {gib(plan.step.peak)}", *plan.assumptions]), plan.step.peak)
-        if device is None or plan.step.peak <= device.memory * USABLE_MEMORY:
-            return peak
-        return peak._replace(too_much=too_much(replace(plan, budget=int(device.memory * USABLE_MEMORY))))
+        if not unresolved_auto_keys(recipe):
+            return _peak_of_plan(recipe, world_size, facts_queue)
+        facts = facts_queue.get()
+        if isinstance(facts, tuple):
+            return _peak_of_choice(recipe, world_size, *facts)
+        plan = make_plan(replace_keys(recipe, facts), world_size, next(iter(GPUS.values())))
+        return _as_peak(plan)
     except TooLarge as error:
         return Peak(str(error), too_much=str(error))
-    except UserError as error:  # for what a plan does not cover, offloading for example
+    except UserError as error:  # the recipe has settings that a plan does not support
         return Peak(_no_plan(error))
 
 
+def _peak_of_choice(recipe: Recipe, world_size: int, memory: int, device: DeviceFacts | None, host: int) -> Peak:
+    """Choose values for the keys that are `auto`, and return the peak with them."""
+    hardware: Hardware | None = None
+    lines: tuple[str, ...] = ()
+    if device is not None:
+        hardware, lines = hardware_of(device)
+    spec = resolve_plan(recipe, world_size, recipe.launch.device, hardware)
+    choice = choose(spec, memory, hardware, host)
+    choice = replace(choice, lines=(*choice.lines, *lines))
+    return Peak(f"planned peak {gib(choice.peak)}", choice.peak, choice=choice)
+
+
+def _peak_of_plan(recipe: Recipe, world_size: int, facts_queue: Any) -> Peak:
+    """Plan a recipe, and compare the peak with the device, which becomes known while the plan is computed."""
+    plan = make_plan(recipe, world_size, next(iter(GPUS.values())))
+    device = facts_queue.get()
+    if device is None:
+        return _as_peak(plan)
+    hardware, _ = hardware_of(device)
+    if torch.bfloat16 not in hardware.arithmetic:
+        plan = make_plan(recipe, world_size, hardware)  # such a device has no flash attention, which needs more memory
+    budget = int(device.memory * USABLE_MEMORY)
+    peak = _as_peak(plan)
+    if plan.step.peak <= device.memory * USABLE_MEMORY:
+        return peak
+    return peak._replace(too_much=too_much(replace(plan, budget=budget)))
+
+
+def _as_peak(plan: Plan) -> Peak:
+    return Peak("; ".join([f"planned peak {gib(plan.step.peak)}", *plan.assumptions]), plan.step.peak)
+
+
 def _no_plan(error: Exception) -> str:
-    return f"no plan ({' '.join(str(error).split())})"
+    message = " ".join(str(error).split())  # on one line
+    return f"no plan ({message})"

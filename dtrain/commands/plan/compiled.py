@@ -1,13 +1,20 @@
-"""Compiled regions of layers (`memory.compilation`), computed as written: what the compiler moves and keeps.
+"""Compiled regions of layers (`memory.compilation`): what the compiler would move and keep, counted on uncompiled code.
 
-Bytes moved. A compiler joins the operations between two products to kernels that read what they are given and write
-what others need. So a tensor of a region is counted once where such an operation reads it and no other of the same call
-has made it: an input, a saved tensor, the result of a product; and once where it is read by a product, by another call
-or outside. What only such operations of one call see is not counted. The backward of a call is a call of its own.
+Bytes moved. A compiler fuses the operations between two matrix products into kernels, which read their inputs and write
+only what others need. So within one call of a region, bytes are counted for a tensor
 
-Kept under selective checkpointing. Of the results of products and collectives the compiler's partitioner keeps those
-that the backward reads, and those from which it computes again what else it reads; so it keeps no product that a
-reduction adds up, and none that only a rotation or a residual sum takes. What is computed again is written once.
+- once when a fused operation reads it, if no other fused operation of the same call has made it: it is an input of the
+  region, a tensor saved for the backward, or the result of a product;
+- once when it is written, because a product, another call, or code outside the region reads it.
+
+A tensor that only fused operations of one call use is not counted. For example, in `y = silu(x @ w1) * 2` the result of
+the product is read once, `silu`'s result is not counted, and y is written once, when something outside reads it. The
+backward of a call is a call of its own.
+
+Kept under selective checkpointing. Of the results of products and collectives, the compiler's partitioner keeps those
+that the backward reads, and those from which it recomputes what else the backward reads. So it keeps no product whose
+result is only added up by a reduction, and none that only a rotation or a residual sum reads. What is recomputed is
+written once.
 """
 
 from bisect import bisect_right
@@ -25,23 +32,35 @@ from dtrain.memory.activation_checkpointing import STORED_COMPILED
 
 
 class CompiledRegions:
-    """Counter of the bytes of regions. Calls have numbers, that of a forward n, of its backward −n; None is outside.
-    sources: of the region that is under way, where it keeps what the compiler keeps."""
+    """Counts the bytes that compiled regions move.
+
+    A call of a region has a number n > 0, its backward has -n. None stands for code outside of all regions.
+
+    Attributes:
+        call: The region's call that is running in the forward.
+        sources: Sources of its storages, if it keeps for the backward what the compiler keeps.
+    """
 
     def __init__(self) -> None:
         self.call: int | None = None
         self.sources: Sources | None = None
-        self._begins, self._ends = [0], [0]  # of a forward's nodes in autograd's sequence, by the number of the call
-        self._made: dict[int, tuple[Allocation, int]] = {}  # what was made and not counted, and in which call
-        self._read: dict[int, Allocation] = {}  # counted in the call that was last
-        self._last: int | None = None
+        # Range of autograd's sequence numbers of each forward, by the number of the call. Call 0 is empty.
+        self._begins, self._ends = [0], [0]
+        self._unwritten: dict[int, tuple[Allocation, int]] = {}  # results of fused operations, with their call
+        self._read: dict[int, Allocation] = {}  # read by the last call and counted
+        self._last: int | None = None  # the last call
 
     def region(self, function: Callable[..., Any], is_selective: bool = False) -> Callable[..., Any]:
-        """Return `function`, of tensors [B, S, ..] without values, as a region: each call of it is one, its collectives
-        included. is_selective: it keeps for its backward what the compiler keeps."""
+        """Return a function whose calls are regions, including its collectives.
+
+        Args:
+            function: Function of meta tensors, [B, S, ...].
+            is_selective: Whether it keeps for its backward what the compiler keeps.
+        """
 
         def call(*tensors: Tensor) -> Any:
-            number, outer = len(self._begins), (self.call, self.sources)
+            number = len(self._begins)
+            outer_call, outer_sources = self.call, self.sources
             self._begins.append(torch.autograd._get_sequence_nr())
             self._ends.append(self._begins[-1])
             sources = Sources() if is_selective and torch.is_grad_enabled() else None
@@ -50,7 +69,7 @@ class CompiledRegions:
                 with nullcontext() if sources is None else saved_tensors_hooks(sources.pack, _unpack):
                     return function(*tensors)
             finally:
-                self.call, self.sources = outer
+                self.call, self.sources = outer_call, outer_sources
                 self._ends[number] = torch.autograd._get_sequence_nr()
                 if sources is not None:
                     sources.end()
@@ -58,37 +77,61 @@ class CompiledRegions:
         return call
 
     def moved(self, inputs: Iterable[Allocation], outputs: Iterable[Allocation], is_product: bool) -> tuple[int, bool]:
-        """Return the bytes to count for an operation, and whether it is outside: then it has its own beside them."""
-        call, bytes_moved = self._current(), 0
+        """Count an operation.
+
+        Args:
+            inputs: Storages that it reads.
+            outputs: Storages that it writes.
+            is_product: Whether it is a matrix product or attention, which are not fused.
+
+        Returns:
+            The bytes to count for it, and whether it is outside of all regions. Outside, the caller counts the bytes
+            that the operation itself reads and writes in addition.
+        """
+        call = self._current_call()
+        is_fused = call is not None and not is_product
+        num_bytes = 0
         if call != self._last:
             self._last, self._read = call, {}
-        for allocation in {id(each): each for each in inputs}.values():
-            _, maker = self._made.get(id(allocation), (None, None))
-            is_within = maker is not None and maker == call and not is_product
-            if maker is not None and not is_within:  # it is written
-                bytes_moved += allocation.size
-                del self._made[id(allocation)]
-            if call is not None and not is_product and not is_within and id(allocation) not in self._read:
-                bytes_moved += allocation.size
-                self._read[id(allocation)] = allocation
+        for key, allocation in {id(allocation): allocation for allocation in inputs}.items():
+            maker = self._unwritten[key][1] if key in self._unwritten else None
+            is_within_kernel = maker is not None and maker == call and not is_product
+            if maker is not None and not is_within_kernel:
+                # The kernel that made the storage has to write it.
+                num_bytes += allocation.size
+                del self._unwritten[key]
+            if is_fused and not is_within_kernel and key not in self._read:
+                num_bytes += allocation.size
+                self._read[key] = allocation
         if call is not None and not is_product:
-            self._made |= {id(each): (each, call) for each in outputs}
-        return bytes_moved, call is None
+            for allocation in outputs:
+                self._unwritten[id(allocation)] = (allocation, call)
+        return num_bytes, call is None
 
-    def _current(self) -> int | None:
-        """Return the call that is under way: a forward, or a backward by the node that autograd works on."""
-        node = torch._C._current_autograd_node()
-        if self.call is not None or torch.is_grad_enabled():  # of what is computed again in a backward, too
+    def _current_call(self) -> int | None:
+        """Return the call that is running: a forward, or a backward, found by the node that autograd executes."""
+        # Code that is recomputed in a backward has gradients enabled, and is a forward.
+        if self.call is not None or torch.is_grad_enabled():
             return self.call
-        if node is None:  # autograd adds gradients up between two nodes
-            return self._last if in_backward() and self._last is not None and self._last < 0 else None
-        place = bisect_right(self._begins, node._sequence_nr()) - 1
-        return -place if node._sequence_nr() < self._ends[place] else None
+        node = torch._C._current_autograd_node()
+        if node is None:
+            # Between two nodes autograd adds gradients up.
+            is_backward = in_backward() and self._last is not None and self._last < 0
+            return self._last if is_backward else None
+        sequence_nr = node._sequence_nr()
+        number = bisect_right(self._begins, sequence_nr) - 1
+        return -number if sequence_nr < self._ends[number] else None
 
 
-class _Again:
-    """Storage that the backward computes again, for as many tensors as are views of it. kept: what it is computed
-    from."""
+class _Recomputed:
+    """A storage that the backward recomputes, for all saved tensors that are views of it.
+
+    Attributes:
+        size: Its bytes.
+        kept: Tensors from which it is recomputed. They stay alive as long as this object.
+        views: Number of saved tensors that the backward has not read yet.
+        bytes: The recomputed storage, while the backward needs it.
+    """
 
     def __init__(self, size: int, kept: list[Tensor]):
         self.size, self.kept = size, kept
@@ -97,16 +140,22 @@ class _Again:
 
 
 class Sources:
-    """The storages from which each one of a call was computed. Storages have numbers, in their order."""
+    """For each storage of a call, the storages from which it was computed. Storages are numbered in their order."""
 
     def __init__(self) -> None:
-        self._numbers: dict[int, int] = {}  # by storage
-        self._sources: list[set[int]] = []
-        self._kept: dict[int, Tensor] = {}  # what may be kept: inputs, parameters and results
-        self._again: dict[int, _Again] = {}
+        self._numbers: dict[int, int] = {}  # number by storage
+        self._sources: list[set[int]] = []  # numbers of the sources, by number
+        self._kept: dict[int, Tensor] = {}  # storages that may be kept: inputs, parameters and stored results
+        self._recomputed: dict[int, _Recomputed] = {}
 
     def after(self, func: OpOverload, tensors: Sequence[Tensor], results: Sequence[Tensor]) -> None:
-        """Take a finished operation, no view, of `tensors` and with `results`, each [..]."""
+        """Record a finished operation that is not a view.
+
+        Args:
+            func: The operation.
+            tensors: Its inputs, each [...].
+            results: Its outputs, each [...].
+        """
         inputs = {storage_key(tensor): tensor for tensor in tensors}
         for key, tensor in inputs.items():
             if key not in self._numbers:
@@ -114,53 +163,58 @@ class Sources:
         sources = {self._numbers[key] for key in inputs}
         for tensor in results:
             key = storage_key(tensor)
-            if key in inputs:  # written in place
-                self._sources[self._numbers[key]] |= sources - {self._numbers[key]}
+            if key in inputs:  # the operation writes in place
+                number = self._numbers[key]
+                self._sources[number] |= sources - {number}
             else:
                 self._add(key, sources, tensor if func in STORED_COMPILED else None)
 
     def _add(self, key: int, sources: set[int], kept: Tensor | None) -> None:
-        number = self._numbers[key] = len(self._sources)
+        number = len(self._sources)
+        self._numbers[key] = number
         self._sources.append(sources)
         if kept is not None:
             self._kept[number] = kept.detach()
 
     def pack(self, tensor: Tensor) -> Any:
-        """Return what autograd keeps of `tensor` [..]: itself, or what `_unpack` takes."""
+        """Return what autograd saves for a tensor, [...]: the tensor itself, or a description of its recomputation."""
         number = self._numbers.get(storage_key(tensor)) if type(tensor) is Tensor else None
         if number is None or number in self._kept:  # None: a parameter
             return tensor
-        if number not in self._again:
-            self._again[number] = _Again(tensor.untyped_storage().nbytes(), self._origins(number))
-        again = self._again[number]
-        again.views += 1
-        return again, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
+        if number not in self._recomputed:
+            self._recomputed[number] = _Recomputed(tensor.untyped_storage().nbytes(), self._origins(number))
+        recomputed = self._recomputed[number]
+        recomputed.views += 1
+        return recomputed, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
 
     def end(self) -> None:
-        """Let go of what the backward does not need."""
-        self._kept, self._again = {}, {}
+        """Release the tensors that the backward does not need."""
+        self._kept, self._recomputed = {}, {}
 
     def _origins(self, number: int) -> list[Tensor]:
-        """Return what is kept from which a storage is computed."""
-        open_numbers, seen, origins = [number], {number}, []
-        while open_numbers:
-            if (at := open_numbers.pop()) in self._kept:
-                origins.append(self._kept[at])
+        """Return the kept tensors from which a storage is recomputed."""
+        pending, seen, origins = [number], {number}, []
+        while pending:
+            current = pending.pop()
+            if current in self._kept:
+                origins.append(self._kept[current])
                 continue
-            open_numbers += self._sources[at] - seen
-            seen |= self._sources[at]
+            pending += self._sources[current] - seen
+            seen |= self._sources[current]
         return origins
 
 
 def _unpack(packed: Any) -> Tensor:
+    """Return a saved tensor. A storage that is recomputed is allocated, and released after its last view."""
     if isinstance(packed, Tensor):
         return packed
-    again, dtype, shape, stride, offset = packed
+    recomputed, dtype, shape, stride, offset = packed
     with torch.no_grad():
-        if again.bytes is None:
-            again.bytes = torch.empty(again.size, dtype=torch.uint8, device="meta").zero_()
-        tensor = again.bytes.view(dtype).as_strided(shape, stride, offset)
-    again.views -= 1
-    if again.views == 0:
-        again.bytes = None
+        if recomputed.bytes is None:
+            # `zero_` stands for the kernel that writes it.
+            recomputed.bytes = torch.empty(recomputed.size, dtype=torch.uint8, device="meta").zero_()
+        tensor = recomputed.bytes.view(dtype).as_strided(shape, stride, offset)
+    recomputed.views -= 1
+    if recomputed.views == 0:
+        recomputed.bytes = None
     return tensor

@@ -1,8 +1,8 @@
-"""Bytes that live at every moment of a step, by storage: what is allocated when, and when it is let go.
+"""Timeline of a step's memory: every allocation and every release of a storage, in order.
 
-`MemoryTimeline` gets the operations one by one. FSDP grows and empties the storages of gathered parameters
-without an operation: those are looked at before and after every other. The timeline is cut into phases (this layer's
-forward, that layer's backward, ...); `peaks` gives the largest moment of each.
+`MemoryTimeline` sees the operations one by one. FSDP grows and empties the storages of gathered parameters without an
+operation, so these are checked before and after every other operation. The timeline is divided into phases (the forward
+of a layer, the backward of a layer, ...), and `peaks` returns the largest moment of each.
 """
 
 import weakref
@@ -18,11 +18,17 @@ from torch._ops import OpOverload
 
 from dtrain.base.torch_functions import storage_key
 
-NOT_COUNTED = ""  # the part of what is counted elsewhere
+NOT_COUNTED = ""  # part of storages that are counted elsewhere
 
 
 class Phase(NamedTuple):
-    """A stretch of a step: of which pass through the model, and of which layer."""
+    """A stretch of a step.
+
+    Attributes:
+        name: Kind of phase, such as "forward".
+        number: Index of the pass through the model. None outside a pass.
+        layer: Index of the layer, if it is the phase of one.
+    """
 
     name: str
     number: int | None = None
@@ -31,24 +37,42 @@ class Phase(NamedTuple):
 
 @dataclass
 class Allocation:
-    """A storage. part: what it belongs to, which may be known later than its first byte."""
+    """A storage.
+
+    Attributes:
+        part: What it belongs to, such as "activations". This may become known only after it was allocated.
+        size: Its bytes.
+    """
 
     part: str
     size: int = 0
 
 
 class MemoryTimeline:
-    """The live storages, and every change of their sizes in order. part: of what is allocated from now on."""
+    """The live storages, and every change of their sizes in order.
+
+    Args:
+        part: Part of new storages.
+
+    Attributes:
+        part: Part of new storages from now on.
+    """
 
     def __init__(self, part: str):
         self.part = part
-        self._events: list[tuple[Allocation, int] | Phase] = []  # changes in bytes, and where phases begin
+        self._events: list[tuple[Allocation, int] | Phase] = []  # changes in bytes, and beginnings of phases
+        # Storages by key. The weak references tell when a storage is released.
         self._live: dict[int, tuple[weakref.ref, Allocation]] = {}
         self._resized: dict[int, tuple[weakref.ref, Allocation]] = {}  # whose size may change without an operation
         self._filled: dict[int, tuple[weakref.ref, Allocation]] = {}  # those of them that are not empty
 
     def see(self, tensor: Tensor, part: str | None = None) -> Allocation:
-        """Return the storage of `tensor` [...], which is counted from now on."""
+        """Count the storage of a tensor from now on, if it is not counted already.
+
+        Args:
+            tensor: The tensor, [...].
+            part: Part of a new storage. None: `self.part`.
+        """
         key = storage_key(tensor)
         if key in self._live and key not in self._resized:
             return self._live[key][1]
@@ -63,52 +87,59 @@ class MemoryTimeline:
         return allocation
 
     def add_workspace(self, size: int) -> None:
-        """Count `size` bytes that live as long as an operation: before its outputs are seen, or beside them."""
+        """Count `size` bytes that an operation uses while it runs."""
         workspace = Allocation(self.part)
         self._events += [(workspace, size), (workspace, -size)]
 
     def mark(self) -> int:
-        """Return the number of changes so far."""
+        """Return the number of changes so far, for `peak_since`."""
         return len(self._events)
 
     def peak_since(self, mark: int) -> int:
-        """Return the most bytes that were there since `mark` beside those before it."""
-        return max(accumulate((event[1] for event in self._events[mark:] if not isinstance(event, Phase)), initial=0))
+        """Return the largest number of bytes since `mark`, in addition to those that were live then."""
+        changes = [event[1] for event in self._events[mark:] if not isinstance(event, Phase)]
+        return max(accumulate(changes, initial=0))
 
     def total(self) -> int:
-        """Return the bytes that live now."""
+        """Return the bytes that are live now."""
         return sum(allocation.size for _, allocation in self._live.values())
 
     def after(self, func: OpOverload, tensors: Iterable[Tensor]) -> None:
-        """Count a finished operation; `tensors`, each [...], are its inputs and outputs."""
+        """Count a finished operation.
+
+        Args:
+            func: The operation.
+            tensors: Its inputs and outputs, each [...].
+        """
         is_gathering = func is torch.ops.fsdp.split_with_sizes_copy.default
-        # Perhaps FSDP's, for a parameter in a group of one rank.
-        is_fsdp_buffer = func is torch.ops.aten.empty.memory_format
+        # For a parameter in a group of one rank, FSDP allocates such a buffer. Others are checked in vain.
+        may_be_fsdp_buffer = func is torch.ops.aten.empty.memory_format
         for tensor in tensors:
             allocation = self.see(tensor)
-            if (is_gathering and tensor.dim() == 2) or (is_fsdp_buffer and tensor.dim() == 1):
+            if (is_gathering and tensor.dim() == 2) or (may_be_fsdp_buffer and tensor.dim() == 1):
                 key = storage_key(tensor)
                 self._resized[key] = self._live[key]
-                if allocation.size:  # not of what is left out
+                if allocation.size:  # storages that are not counted have none
                     self._filled[key] = self._live[key]
                 if is_gathering:
                     allocation.part = "gathered parameters"
 
     def poll(self) -> None:
         """Check the storages whose sizes change without an operation."""
-        looked_at = [
-            (key, storage, allocation)
-            for key, (reference, allocation) in self._filled.items()
-            if (storage := reference()) is None or storage.nbytes() != allocation.size or not allocation.size
-        ]
-        for key, storage, allocation in looked_at:
+        changed = []
+        for key, (reference, allocation) in self._filled.items():
+            storage = reference()
+            if storage is None or storage.nbytes() != allocation.size or not allocation.size:
+                changed.append((key, storage, allocation))
+        for key, storage, allocation in changed:
             if storage is not None and storage.nbytes() != allocation.size:
                 allocation.part = "gathered parameters"
                 self._resize(allocation, storage.nbytes())
-            if not allocation.size:  # it grows just before an operation that fills it
+            if not allocation.size:  # FSDP fills it again just before an operation, which `see` notices
                 del self._filled[key]
 
     def begin(self, phase: Phase) -> None:
+        """Begin a phase."""
         self.poll()
         self._events.append(phase)
 
@@ -119,10 +150,12 @@ class MemoryTimeline:
                 allocation.part = new
 
     def peaks(self) -> dict[Phase, Counter[str]]:
-        """Return the largest moment of each phase: bytes by part. Equal phases are one."""
+        """Return the bytes by part at the largest moment of each phase. Phases that are equal are one."""
         peaks: dict[Phase, Counter[str]] = {}
-        largest: dict[Phase, int] = {}
-        total, parts, phase = 0, Counter[str](), None
+        largest_totals: dict[Phase, int] = {}
+        phase: Phase | None = None
+        total = 0
+        parts: Counter[str] = Counter()
         for event in self._events:
             if isinstance(event, Phase):
                 phase = event
@@ -130,8 +163,9 @@ class MemoryTimeline:
                 allocation, change = event
                 total += change
                 parts[allocation.part] += change
-            if phase is not None and total > largest.get(phase, -1):
-                largest[phase], peaks[phase] = total, parts.copy()
+            if phase is not None and total > largest_totals.get(phase, -1):
+                largest_totals[phase] = total
+                peaks[phase] = parts.copy()
         return peaks
 
     def _resize(self, allocation: Allocation, size: int) -> None:

@@ -1,19 +1,24 @@
-"""Tensors without memory that stand in for those of the planned device, and operations on them.
+"""Tensors without memory that stand for those of the planned device, and operations on them.
 
-The stand-ins are torch's meta tensors: shapes, dtypes and autograd, no bytes and no arithmetic. Two modes make a
-training step run on them as it would run on the device: `PlannedDevice`, and `MetaKernels` below it.
+The tensors are torch's meta tensors. They have shapes, dtypes and autograd, but no data. Two modes let a training step
+run on them as it would run on the device: `PlannedDevice`, and `MetaKernels` below it.
 
-`PlannedDevice` answers where a tensor is: a meta tensor says the planned device, so that dtrain and torch's optimizers
-choose the kernels and tiles that they would choose there. Whatever is made inside on that device is a meta tensor too,
-and none holds NaN. FSDP is to be set up before: a machine that plans has no such device to open streams on. Attention
-and the fused norm are computed by what the device's kernels would be, where torch's choice for meta tensors holds
-scores [B, H, S, S]; for the backward they keep what those keep: q, k, v, the output and its log-sum-exp [B, H, S].
+`PlannedDevice` is a function mode. For example, on a machine without GPU:
 
-`MetaKernels` does what meta tensors cannot: a collective leaves its output as it is, and what the host reads of a
-tensor is one, or True: a step takes the path of a finite gradient norm. A collective of host tensors is the fake
-group's, where every rank holds what this one does. torch's kernels for meta tensors are slow, and a step has few
-operations that differ in their shapes. So each is computed by torch once, and its results are remembered: new tensors
-by their shapes, or arguments that it gives back.
+    with PlannedDevice(torch.device("cuda", 0)):
+        x = torch.empty(4, device="cuda")     # a meta tensor
+        x.device                              # device(type='cuda', index=0)
+
+So dtrain and torch's optimizers choose the kernels and tiles that they would choose on the device. Meta tensors never
+contain NaN. FSDP must be set up before, because it would open streams on the device. Attention and the fused norm are
+replaced by the device's kernels: torch's choice for meta tensors would allocate scores [B, H, S, S], while the kernels
+keep q, k, v, the output and its log-sum-exp [B, H, S] for the backward.
+
+`MetaKernels` is a dispatch mode that does what meta tensors cannot. A collective leaves its output as it is. A value
+that the host reads from a tensor is one, or True, so that a step takes the path of a finite gradient norm. Collectives
+of host tensors are those of the fake process group, in which every rank has the tensors of this one. torch's kernels for
+meta tensors are slow, and a step has few operations that differ in their shapes. So each is computed by torch once, and
+the shapes of its results are remembered.
 """
 
 import weakref
@@ -40,18 +45,22 @@ _aten = torch.ops.aten
 
 _HALF = torch.bfloat16, torch.float16
 
-_HOST = torch.device("cpu", 0)  # what real tensors answer, to tell the host from a planned CPU
+_HOST = torch.device("cpu", 0)  # device of real tensors in the mode; differs from a planned CPU, which has no index
 _DEVICE = Tensor.device.__get__
 _IS_CUDA = Tensor.is_cuda.__get__  # type: ignore[attr-defined]  # a property; torch's stub says bool
-_ACCESS = type(_DEVICE)
+_PROPERTY_ACCESS = type(_DEVICE)
 
 _backward = partial(_engine_run_backward, keep_graph=False, create_graph=False, allow_unreachable=True)
 
 
 class PlannedDevice(TorchFunctionMode):
-    """Function mode in which meta tensors say that they are on `device`, of type cpu or cuda. few: takes the rounds of
-    a loop (`base.fused.uniform_iterations`), and returns those that are followed; None: all are.
-    fuse: calls a function that is a kernel on a GPU with its arguments."""
+    """Function mode in which meta tensors report that they are on `device`.
+
+    Args:
+        device: The planned device, of type cpu or cuda.
+        few: Function of the rounds of a loop (`base.fused.uniform_iterations`) that returns those to run. None: all.
+        fuse: Calls a fused function, which is one kernel on a GPU, with its arguments. Used for cuda.
+    """
 
     def __init__(
         self,
@@ -62,15 +71,15 @@ class PlannedDevice(TorchFunctionMode):
         super().__init__()
         self.device, self._few = device, few
         self._fuse = fuse if device.type == "cuda" else None
-        self._nowhere: weakref.ref[Tensor] | None = None  # the last answer to where a meta tensor holds NaN
+        self._last_isnan: weakref.ref[Tensor] | None = None  # the last result of `isnan` of a meta tensor
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if isinstance(func, _ACCESS):  # every other call
+        if isinstance(func, _PROPERTY_ACCESS):  # first, because every other call is one
             if func == _DEVICE:
-                return self._where(args[0])
-            return self._where(args[0]).type == "cuda" if func == _IS_CUDA else func(*args)
+                return self._device_of(args[0])
+            return self._device_of(args[0]).type == "cuda" if func == _IS_CUDA else func(*args)
         kwargs = kwargs or {}
-        kwargs.pop("pin_memory", None)  # this machine may have no device to pin for
+        kwargs.pop("pin_memory", None)  # this machine may have no device to pin memory for
         if isinstance(func, Fused):
             with self:
                 return self._fuse(func.function, *args) if self._fuse is not None else func.function(*args)
@@ -81,40 +90,46 @@ class PlannedDevice(TorchFunctionMode):
         if func is functional.rms_norm:
             return device_rms_norm(*args, **kwargs)
         if func is Tensor.backward:
-            # torch takes a mode off while it answers, and this one has to answer all through the backward. Every way
-            # in but the engine's own would ask the mode again.
+            # torch disables a mode while it handles a call, but this one must be active in the whole backward. All
+            # entries to the backward except the engine's own would call the mode again.
             with self:
                 return _backward(args[:1], grad_tensors=(torch.empty_like(args[0]),), inputs=(), accumulate_grad=True)
         if func is torch.autograd.grad and isinstance(gradients := kwargs.get("grad_outputs"), list):
-            # A tile's, within a backward; as above.
+            # The backward of a tile inside a backward. As above.
             with self:
                 return _backward(args[0], grad_tensors=tuple(gradients), inputs=args[1], accumulate_grad=False)
         if func is Tensor.pin_memory and args[0].is_meta:
             return args[0]
         if func is Tensor.isnan and args[0].is_meta:
             is_nan = func(*args)
-            self._nowhere = weakref.ref(is_nan)
+            self._last_isnan = weakref.ref(is_nan)
             return is_nan
-        if func is Tensor.any and self._nowhere is not None and args[0] is self._nowhere():
+        if func is Tensor.any and self._last_isnan is not None and args[0] is self._last_isnan():
             return torch.zeros((), dtype=torch.bool)
         if func is Tensor.cpu and args[0].is_meta:
             return torch.ones(args[0].shape, dtype=args[0].dtype)
         return func(*map(_as_meta, args), **{name: _as_meta(value) for name, value in kwargs.items()})
 
-    def _where(self, tensor: Tensor) -> torch.device:
+    def _device_of(self, tensor: Tensor) -> torch.device:
         return self.device if tensor.is_meta else _HOST
 
 
 class PlannedStream(torch.cpu.Stream):
-    """Stream to select around a step whose FSDP lies on a CPU: one with the numbers of a device's, which FSDP of torch
-    2.15 hands to an operation for each tensor that says it is on a GPU."""
+    """Stream to select around a step whose FSDP is on a CPU.
+
+    It has the ids of a device's stream. FSDP of torch 2.15 passes them to an operation for each tensor that reports to
+    be on a GPU.
+    """
 
     stream_id = device_index = device_type = 0
 
 
 def _as_meta(value: Any) -> Any:
-    """Return meta for an argument that names the planned device, as tensors or the policy say it; for FSDP's "cpu" too.
-    The host is the device of a real tensor, or "cpu", or nothing."""
+    """Replace a device argument by meta, unless it is the host.
+
+    Tensors and the policy name the planned device, FSDP names "cpu". The host is named by the device of a real tensor,
+    by the text "cpu", or by no argument at all.
+    """
     return META if isinstance(value, torch.device) and value != _HOST else value
 
 
@@ -129,11 +144,24 @@ def device_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """scaled_dot_product_attention of q [B, H, Q, hd], k and v [B, kv, K, hd] by the kernel that a device would take.
+    """Compute scaled_dot_product_attention with the kernel that the device would use.
 
-    cpu: torch's CPU kernel, with or without a mask. cuda: flash attention where nothing but causality hides keys and
-    the dtype is half; else, or with a mask, the memory-efficient one, which takes no grouped heads. float64 never asks
-    for it there (`SdpaKernel`).
+    On CPUs this is torch's CPU kernel. On CUDA it is flash attention for half-precision dtypes without a mask, and
+    otherwise the memory-efficient kernel, which has no grouped heads. float64 is not passed to it there (`SdpaKernel`).
+
+    Args:
+        device_type: "cpu" or "cuda".
+        q: Queries, [B, H, Q, hd].
+        k: Keys, [B, kv, K, hd].
+        v: Values, [B, kv, K, hd].
+        attn_mask: Mask, broadcastable to [B, H, Q, K].
+        dropout_p: As of torch, like the arguments below.
+        is_causal: As of torch.
+        scale: As of torch.
+        enable_gqa: As of torch.
+
+    Returns:
+        The output, [B, H, Q, hd].
     """
     options: dict[str, Any] = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
     if device_type == "cpu":
@@ -146,20 +174,36 @@ def device_attention(
 
 
 def flash_workspace(q: Tensor, k: Tensor, documents: int) -> int:
-    """Return the bytes that flash attention's backward holds beside its gradients, for q [T, H, hd] and k [K, kv, hd]:
-    that of q in float32, rounded up for each document, and under grouped heads those of k and v for each query head."""
-    multiple = 32 if q.shape[2] <= 128 else 64
-    size = -(-q.shape[2] // multiple) * multiple
-    own = (q.shape[0] + 128 * documents) * q.shape[1] * (size + 1) * 4
-    grouped = q.shape[1] != k.shape[1]
-    return own + (2 * k.shape[0] * q.shape[1] * q.shape[2] * k.element_size() if grouped else 0)
+    """Return the bytes that the backward of flash attention allocates in addition to its gradients.
+
+    These are the gradient of q in float32, rounded up for each document, and with grouped heads the gradients of k and v
+    for each query head.
+
+    Args:
+        q: Queries, [T, H, hd].
+        k: Keys, [K, kv, hd].
+        documents: Number of documents.
+    """
+    num_tokens, num_heads, head_dim = q.shape
+    multiple = 32 if head_dim <= 128 else 64
+    padded_head_dim = -(-head_dim // multiple) * multiple
+    q_bytes = (num_tokens + 128 * documents) * num_heads * (padded_head_dim + 1) * 4
+    if num_heads == k.shape[1]:
+        return q_bytes
+    return q_bytes + 2 * k.shape[0] * num_heads * head_dim * k.element_size()
 
 
 def device_rms_norm(
     x: Tensor, shape: tuple[int, ...], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
-    """CUDA's fused norm of x [..., D] by weight [D], in x's dtype: keeps x and one number for each row, and writes each
-    gradient once."""
+    """Compute CUDA's fused RMSNorm, which keeps x and one number per row, and writes each gradient once.
+
+    Args:
+        x: Input, [..., D].
+        shape: (D,).
+        weight: Weight, [D].
+        eps: As of torch.
+    """
     return _FusedRmsNorm.apply(x, weight, eps)
 
 
@@ -176,7 +220,14 @@ class _FusedRmsNorm(torch.autograd.Function):
 
 
 class Operands:
-    """Arguments of an operation. tensors: in their order; key: hashable, decides with the operation on its results."""
+    """The arguments of an operation.
+
+    Attributes:
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        tensors: Tensors among them, in their order.
+        key: Hashable value that, with the operation, determines the shapes of its results.
+    """
 
     def __init__(self, args: tuple, kwargs: dict[str, Any]):
         self.args, self.kwargs = args, kwargs
@@ -187,21 +238,25 @@ class Operands:
         if isinstance(value, Tensor):
             self.tensors.append(value)
             return value.shape, value.stride(), value.dtype
-        if isinstance(value, (list, tuple)):  # noqa: UP038 (a union takes longer, and this is asked very often)
+        if isinstance(value, (list, tuple)):  # noqa: UP038 (a union is slower, and this runs for every operation)
             return tuple([self._key(item) for item in value])
         if isinstance(value, dict):
             return tuple([(name, self._key(item)) for name, item in value.items()])
-        return type(value), value  # 1 and 1.0 are equal
+        return type(value), value  # with the type, because 1 == 1.0
 
 
 class _New(NamedTuple):
+    """A result that is a new tensor."""
+
     shape: torch.Size
     strides: tuple[int, ...]
     dtype: torch.dtype
 
 
 class _Argument(NamedTuple):
-    place: int
+    """A result that is one of the operation's tensors."""
+
+    index: int
 
 
 class MetaKernels(TorchDispatchMode):
@@ -209,68 +264,76 @@ class MetaKernels(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._results: dict[tuple, Any] = {}  # by operation and operands; None: torch is to be asked
+        # Results by operation and operands. None if torch has to compute the operation each time.
+        self._results: dict[tuple, Any] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """False: nothing here is compiled, and torch need not guard each operation against it."""
+        """Return False: nothing is compiled here, and torch need not guard each operation against it."""
         return False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if DTensor in types:
-            return NotImplemented  # it comes again as operations on plain tensors
-        with without_torch_functions():  # torch's own kernels for meta tensors ask where these are, too
+            return NotImplemented  # the operation is dispatched again on plain tensors
+        with without_torch_functions():  # torch's kernels for meta tensors also ask for devices
             if func.is_view:
                 self.before_view(args[0])
                 return func(*args, **(kwargs or {}))
             return self.computed(func, Operands(args, kwargs or {}))
 
     def before_view(self, tensor: Tensor) -> None:
-        """Take note of `tensor` [..], of which a view is made."""
+        """Called before a view of `tensor`, [...], is made."""
 
     def computed(self, func: OpOverload, operands: Operands) -> Any:
-        """Return what an operation returns that makes no view."""
+        """Compute an operation that is not a view."""
         args, tensors = operands.args, operands.tensors
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return torch.ones((), dtype=args[0].dtype).item()
         if func.namespace == "c10d" and any(tensor.is_meta for tensor in tensors):
-            work = FakeWork().boxed()  # what an in-place collective returns: its outputs where it has some, and a Work
+            # An in-place collective returns its outputs, if it has some, and a Work.
+            work = FakeWork().boxed()
             return work if len(func._schema.returns) == 1 else (args[0], work)
         if func.namespace not in ("aten", "torch_attn") or not all(tensor.is_meta for tensor in tensors):
             return func(*args, **operands.kwargs)
         key = func, operands.key
-        if (results := self._results.get(key)) is not None:
-            return _results_anew(results, tensors)
+        results = self._results.get(key)
+        if results is not None:
+            return _make_results(results, tensors)
         storages = [storage_key(tensor) for tensor in tensors]
         out = func(*args, **operands.kwargs)
         if key not in self._results:
-            is_unchanged = storages == [storage_key(tensor) for tensor in tensors]
-            is_unchanged &= Operands(args, operands.kwargs).key == operands.key
-            self._results[key] = _results(out, tensors, storages) if is_unchanged else None
+            # An operation may resize its arguments or give them another storage. Such results cannot be remembered.
+            has_same_storages = storages == [storage_key(tensor) for tensor in tensors]
+            has_same_shapes = Operands(args, operands.kwargs).key == operands.key
+            is_unchanged = has_same_storages and has_same_shapes
+            self._results[key] = _describe_results(out, tensors, storages) if is_unchanged else None
         return out
 
 
-def _results(out: Any, tensors: Sequence[Tensor], storages: Sequence[int]) -> Any:
-    """Return the entry from which `_results_anew` makes such results; None if there is none, as for an unannounced view
-    of an argument."""
+def _describe_results(out: Any, tensors: Sequence[Tensor], storages: Sequence[int]) -> Any:
+    """Return a description from which `_make_results` makes equal results.
+
+    None if there is none, for example if the operation returns a view of an argument without being marked as a view.
+    """
     if isinstance(out, (list, tuple)):  # noqa: UP038
-        results = [_results(item, tensors, storages) for item in out]
+        results = [_describe_results(item, tensors, storages) for item in out]
         return None if None in results else type(out)(results)
     if not isinstance(out, Tensor):
         return None
-    for place, tensor in enumerate(tensors):
+    for index, tensor in enumerate(tensors):
         if out is tensor:
-            return _Argument(place)
+            return _Argument(index)
     new = _New(out.shape, out.stride(), out.dtype)
     is_new = out.is_meta and out.storage_offset() == 0 and storage_key(out) not in storages
-    if is_new and out.untyped_storage().nbytes() == _results_anew(new, ()).untyped_storage().nbytes():
+    if is_new and out.untyped_storage().nbytes() == _make_results(new, ()).untyped_storage().nbytes():
         return new
     return None
 
 
-def _results_anew(results: Any, tensors: Sequence[Tensor]) -> Any:
+def _make_results(results: Any, tensors: Sequence[Tensor]) -> Any:
+    """Make the results of an operation on `tensors` from their description."""
     if isinstance(results, _New):
         return torch.empty_strided(results.shape, results.strides, dtype=results.dtype, device=META)
     if isinstance(results, _Argument):
-        return tensors[results.place]
-    return type(results)(_results_anew(item, tensors) for item in results)
+        return tensors[results.index]
+    return type(results)(_make_results(item, tensors) for item in results)

@@ -1,8 +1,8 @@
-"""Functions in processes of their own, side by side.
+"""Functions in forked processes, in parallel.
 
-torch keeps what it learnt of a mesh for the life of a process, the names of its process groups too, so that a second
-mesh in the same process may be taken for the first one. Each trace therefore has a process, forked from this one. An
-executor of the standard library would pickle the calls, and could end none that is under way.
+torch remembers meshes, and the names of their process groups, for the life of a process, so a second mesh in the same
+process may be mistaken for the first one. Therefore each trace runs in a process of its own. An executor of the
+standard library would have to pickle the functions, and cannot end one that is running.
 """
 
 import gc
@@ -22,9 +22,13 @@ Result = TypeVar("Result")
 
 
 class Child(Generic[Result]):
-    """Forked process that runs `call`, sees no CUDA device and ends with this one; its context ends it earlier.
+    """A forked process that runs a function. It ends with its context, or with this process.
 
-    The result of `call` must be picklable. niceness: of the process, as of `os.nice`.
+    The process sees no CUDA device.
+
+    Args:
+        call: The function. Its result must be picklable.
+        niceness: Niceness of the process, as of `os.nice`.
     """
 
     def __init__(self, call: Callable[[], Result], niceness: int = 0):
@@ -43,19 +47,19 @@ class Child(Generic[Result]):
         self._process.join()
 
     def is_done(self, wait: float = 0.0) -> bool:
-        """Return whether `outcome` would return at once; waits for that up to `wait` seconds."""
+        """Wait up to `wait` seconds for the function to end. Return whether it has ended."""
         return self._receiver.poll(wait)
 
     def outcome(self) -> Result | Exception:
-        """Return the result of the call, or the exception that it raised. Can be called once."""
+        """Return the function's result, or the exception that it raised. Can be called once."""
         try:
             return self._receiver.recv()
         except EOFError:
             self._process.join()
-            return RuntimeError(f"a process that worked on a plan died ({self._process.exitcode})")
+            return RuntimeError(f"a process that computes a plan died (exit code {self._process.exitcode})")
 
     def result(self) -> Result:
-        """Return the result of the call, or raise its exception. Can be called once."""
+        """Return the function's result, or raise its exception. Can be called once."""
         outcome = self.outcome()
         if isinstance(outcome, Exception):
             raise outcome
@@ -63,18 +67,19 @@ class Child(Generic[Result]):
 
 
 def run_in_parallel(calls: Sequence[Callable[[], Result]]) -> list[Result]:
-    """Run `calls` in processes side by side and return their results in order. Raises what one of them raised."""
+    """Run functions in forked processes and return their results in order. Raises the first exception in that order."""
     with ExitStack() as stack:
         children = [stack.enter_context(Child(call)) for call in calls]
         return [child.result() for child in children]
 
 
 def _work(call: Callable[[], object], niceness: int, parent: int, sender) -> None:
+    """Run the function in the forked process, and send its result or exception."""
     end_with_parent(parent)
     os.nice(niceness)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # torch asks for a device where it needs none, and CUDA survives no fork
-    gc.freeze()  # a collection here must not touch objects that the parent's threads hold
-    torch.set_num_threads(1)  # the parent's threads did not come along, and a product would wait for them
+    gc.freeze()  # a garbage collection here must not touch objects of the parent's threads
+    torch.set_num_threads(1)  # a fork has no threads but this one, and a matrix product would wait for the others
     try:
         sender.send(call())
     except Exception as error:
@@ -84,9 +89,11 @@ def _work(call: Callable[[], object], niceness: int, parent: int, sender) -> Non
 
 
 def _picklable(error: Exception) -> Exception:
-    """Return `error` with its traceback as what can be pickled: a UserError, or a RuntimeError that names its class."""
-    picklable = (
-        UserError(str(error)) if isinstance(error, UserError) else RuntimeError(f"{type(error).__name__}: {error}")
-    )
+    """Return a UserError, or a RuntimeError with the name of the error's class, with the traceback as a note."""
+    picklable: Exception
+    if isinstance(error, UserError):
+        picklable = UserError(str(error))
+    else:
+        picklable = RuntimeError(f"{type(error).__name__}: {error}")
     picklable.add_note(traceback.format_exc())
     return picklable

@@ -1,10 +1,10 @@
-"""The dispatch mode that counts memory, messages and arithmetic of every operation of a traced step, and its observer.
+"""Counts the memory, messages and arithmetic of every operation of a traced step.
 
-The bytes of a collective are those of the whole message: what an all-gather gives out, what a reduce-scatter or an
-all-to-all takes in, the tensor of an all-reduce, what is sent to the next rank of a ring.
+The bytes of a collective are those of the whole message: the output of an all-gather, the input of a reduce-scatter or
+an all-to-all, the tensor of an all-reduce, the tensor that is sent to the next rank of a ring.
 
 `PlanObserver` tells the tracer which part of the step the next operations belong to. A pass is one micro-batch through
-the model. Forwards without a backward are passes too, for example those of a reference.
+the model. Forwards without a backward, for example those of a reference model, are passes too.
 """
 
 from collections import Counter
@@ -53,7 +53,8 @@ _FLOPS = {
     _aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: sdpa_backward_flop,
 }
-# Their backwards: q and k as [tokens, heads, hd], and how many documents.
+# Backward kernels of flash attention, and functions of their arguments that return q and k, each [tokens, heads, hd],
+# and the number of documents.
 _FLASH_BACKWARD = {
     torch.ops.torch_attn._varlen_attn_backward: lambda args: (args[1], args[2], len(args[6]) - 1),
     _aten._scaled_dot_product_flash_attention_backward: lambda args: (
@@ -61,7 +62,7 @@ _FLASH_BACKWARD = {
         len(args[1]),
     ),
 }
-# Operations that compute nothing.
+# Prefixes of the names of operations that compute nothing.
 _NO_COMPUTE = (
     "aten::empty",
     "aten::detach",
@@ -72,8 +73,14 @@ _NO_COMPUTE = (
 
 
 class Collective(NamedTuple):
-    """Kind of collective. dimension: of the mesh, "all" for numbers that all ranks share; ranks: of its group; on_host:
-    between the hosts' memories."""
+    """A kind of collective.
+
+    Attributes:
+        dimension: Dimension of the mesh. "all" for numbers that all ranks share.
+        kind: Kind, such as "all-gather".
+        ranks: Number of ranks of its group.
+        on_host: Whether it sends tensors of the host.
+    """
 
     dimension: str
     kind: str
@@ -82,9 +89,15 @@ class Collective(NamedTuple):
 
 
 class CollectiveReader:
-    """Reads collectives from the operations that torch dispatches. Where several dimensions of `mesh` are the same
-    ranks, the kind of a collective says which one it is of: FSDP's are in place, those of cp give a new tensor. tp has
-    ranks of its own, if it has several."""
+    """Recognizes collectives among the operations that torch dispatches.
+
+    Several dimensions of a mesh may have the same ranks, and so the same group. Then the kind of the operation tells
+    them apart: collectives of FSDP write into a given tensor, those of cp return a new one. tp always has ranks of its
+    own, if it has several.
+
+    Args:
+        mesh: The mesh.
+    """
 
     def __init__(self, mesh: Mesh):
         self._tp = mesh.tp.get_group().group_name if mesh.tp.size() > 1 else None
@@ -92,8 +105,14 @@ class CollectiveReader:
         self._replicate = mesh.fsdp["dp_replicate"].get_group().group_name if mesh.fsdp.ndim == 2 else None
 
     def read(self, func: OpOverload, args: tuple, out: Any, in_pass: bool) -> tuple[Collective, int] | None:
-        """Return the collective that `func` is, and its bytes; None if it is none. in_pass: inside a pass through the
-        model."""
+        """Return the collective of an operation, and its bytes. None if it is none.
+
+        Args:
+            func: The operation.
+            args: Its arguments.
+            out: Its result.
+            in_pass: Whether it is inside a pass through the model.
+        """
         if func.namespace not in ("c10d", "_c10d_functional"):
             return None
         name = _operation_name(func).split("::")[1]
@@ -103,25 +122,29 @@ class CollectiveReader:
         tensors = tensors_in(args)
         if name == "all_gather_into_tensor":
             tensors = [out]
-        elif kind == "all-gather":  # in place: what it gives out, then what it takes in
+        elif kind == "all-gather":  # the arguments are the output, then the input
             tensors = tensors[:-1]
         elif name in ("_reduce_scatter_base_", "alltoall_base_"):
             tensors = tensors[1:]
         size = sum(tensor.nbytes for tensor in tensors)
         group = _group_of(args)
-        dimension = self._dimension(group.group_name, func.namespace == "c10d", kind, in_pass)
-        return Collective(dimension, kind, group.size(), not any(tensor.is_meta for tensor in tensors)), size
+        is_in_place = func.namespace == "c10d"
+        dimension = self._dimension(group.group_name, is_in_place, kind, in_pass)
+        on_host = not any(tensor.is_meta for tensor in tensors)
+        return Collective(dimension, kind, group.size(), on_host), size
 
-    def _dimension(self, group: str, in_place: bool, kind: str, in_pass: bool) -> str:
+    def _dimension(self, group: str, is_in_place: bool, kind: str, in_pass: bool) -> str:
         if group == self._tp:
             return "tp"
         if group == self._ep and kind == "all-to-all":
             return "ep"
-        if not in_place or kind == "send":
+        if not is_in_place or kind == "send":
             return "cp"
         if in_pass and kind in ("all-gather", "reduce-scatter"):
             return "fsdp"
-        return "dp_replicate" if in_pass and kind == "all-reduce" and group == self._replicate else "all"
+        if in_pass and kind == "all-reduce" and group == self._replicate:
+            return "dp_replicate"
+        return "all"
 
 
 def _operation_name(func: OpOverload) -> str:
@@ -130,9 +153,10 @@ def _operation_name(func: OpOverload) -> str:
 
 
 def _group_of(args: tuple) -> dist.ProcessGroup:
+    """Return the process group of a collective: an object among its arguments, or a name, which is the last text."""
     for argument in args:
         if isinstance(argument, torch.ScriptObject):
-            with suppress(RuntimeError):  # the operation's other object: which reduction it is
+            with suppress(RuntimeError):  # the other object of the operation says how it reduces
                 return dist.ProcessGroup.unbox(argument)
     name = next(argument for argument in reversed(args) if isinstance(argument, str))
     return dist.distributed_c10d._resolve_process_group(GroupName(name))
@@ -141,28 +165,41 @@ def _group_of(args: tuple) -> dist.ProcessGroup:
 class Tracer(MetaKernels):
     """Dispatch mode that counts the cost of each operation.
 
-    on_host: the planned device is a CPU, whose gloo works on a copy of what it reduces and scatters.
+    Args:
+        mesh: The mesh.
+        on_host: Whether the planned device is a CPU, whose gloo works on a copy of what it reduces and scatters.
 
-    counts: (pass, "flops", dtype of the operands) of matrix products and of attention, hidden pairs too; (pass,
-    "moved"): bytes that other operations read and write; (pass, "kernels"): operations that are no views; (pass,
-    "messages" or "bytes", collective); (pass, "behind", collective, dtype): of cp, "flops" between its beginning and
-    the wait for it. A pass is one micro-batch through the model, None what is around them.
-    memory: of the device. host: of real tensors.
+    Attributes:
+        memory: Memory of the device.
+        host: Memory of real tensors, which are the host's.
+        current: The pass that is running. None outside a pass.
+        is_forward: Whether it is in its forward.
+        counts_costs: Whether the costs of operations are counted.
+        regions: Compiled regions, if layers are compiled.
+        counts: The costs, by
+            (pass, "flops", dtype): FLOPs of matrix products and attention by the dtype of their operands, including
+                masked pairs,
+            (pass, "moved"): bytes that other operations read and write,
+            (pass, "kernels"): number of operations that are not views,
+            (pass, "messages", collective) and (pass, "bytes", collective),
+            (pass, "behind", collective, dtype): FLOPs between the start of a collective of cp and the wait for it.
     """
 
     def __init__(self, mesh: Mesh, on_host: bool):
         super().__init__()
         self.on_host = on_host
-        self.memory, self.host = MemoryTimeline("temporaries"), MemoryTimeline("rows")
+        self.memory = MemoryTimeline("temporaries")
+        self.host = MemoryTimeline("rows")
         self.counts: Counter[tuple] = Counter()
-        self.current: int | None = None  # the pass
+        self.current: int | None = None
         self.is_forward = False
         self.counts_costs = True
-        self.regions: CompiledRegions | None = None  # where layers are compiled
-        self._workspaces: dict[tuple, int] = {}  # bytes that functions take while they run
-        self._flops: dict[tuple, int] = {}  # by operation and operands: torch's formulas are slow
+        self.regions: CompiledRegions | None = None
+        self._workspaces: dict[tuple, int] = {}  # bytes that fused functions use while they run
+        self._flops: dict[tuple, int] = {}  # by operation and operands, because torch's formulas are slow
         self._collectives = CollectiveReader(mesh)
-        self._under_way: dict[int, tuple[Collective, list[Tensor]]] = {}  # with what it sends, by what it gives
+        # Collectives of cp that have not been waited for, by their output. Their inputs are kept alive.
+        self._running: dict[int, tuple[Collective, list[Tensor]]] = {}
 
     def see_all(self, tensors: Iterable[Tensor], part: str) -> None:
         """Count this rank's shards of `tensors`, each [...], as `part` of the device's memory."""
@@ -170,11 +207,12 @@ class Tracer(MetaKernels):
             self.memory.see(local_tensor(tensor).detach(), part)
 
     def before_view(self, tensor: Tensor) -> None:
-        """Override `MetaKernels.before_view`: all that it costs is the memory of `tensor`."""
-        (self.memory if tensor.is_meta else self.host).see(tensor)
+        """Override `MetaKernels.before_view`: a view costs nothing but the memory of `tensor`."""
+        timeline = self.memory if tensor.is_meta else self.host
+        timeline.see(tensor)
 
     def computed(self, func: OpOverload, operands: Operands) -> Any:
-        """Override `MetaKernels.computed`: counts its cost."""
+        """Override `MetaKernels.computed`: compute the operation and count its cost."""
         args, memory = operands.args, self.memory
         memory.poll()
         if self.on_host and func is torch.ops.c10d._reduce_scatter_base_.default and args[0].shape != args[1].shape:
@@ -182,36 +220,41 @@ class Tracer(MetaKernels):
         out = super().computed(func, operands)
         results = tensors_in(out)
         all_tensors = [*operands.tensors, *results]
-        tensors = [tensor for tensor in all_tensors if tensor.is_meta]
-        memory.after(func, tensors)
-        if (read := _FLASH_BACKWARD.get(func.overloadpacket)) is not None:
-            memory.add_workspace(flash_workspace(*read(args)))
-        if len(tensors) < len(all_tensors):
+        device_tensors = [tensor for tensor in all_tensors if tensor.is_meta]
+        memory.after(func, device_tensors)
+        read_flash_arguments = _FLASH_BACKWARD.get(func.overloadpacket)
+        if read_flash_arguments is not None:
+            memory.add_workspace(flash_workspace(*read_flash_arguments(args)))
+        if len(device_tensors) < len(all_tensors):
             for tensor in all_tensors:
                 if not tensor.is_meta:
                     self.host.see(tensor)
         if self.regions is not None and self.regions.sources is not None:
             self.regions.sources.after(func, operands.tensors, results)
-        sent = self._collectives.read(func, args, out, self.current is not None)
-        if sent is not None and sent[0].on_host and sent[0].dimension == "fsdp":
-            # FSDP sends no tensor of the host. These are sizes of images, which the dp ranks exchange as objects.
-            sent = None
-        if sent is not None:
-            self.counts[self.current, "messages", sent[0]] += 1
-            self.counts[self.current, "bytes", sent[0]] += sent[1]
-            if sent[0].dimension == "cp" and func.namespace == "_c10d_functional":
-                self._under_way[storage_key(out)] = sent[0], tensors_in(args)
+        message = self._collectives.read(func, args, out, self.current is not None)
+        if message is not None and message[0].on_host and message[0].dimension == "fsdp":
+            # FSDP sends no tensors of the host. These are sizes of images, which the dp ranks exchange as objects.
+            message = None
+        if message is not None:
+            collective, size = message
+            self.counts[self.current, "messages", collective] += 1
+            self.counts[self.current, "bytes", collective] += size
+            if collective.dimension == "cp" and func.namespace == "_c10d_functional":
+                self._running[storage_key(out)] = collective, tensors_in(args)
         elif func is wait.default:
-            self._under_way.pop(storage_key(args[0]), None)
-        elif tensors and self.counts_costs:
-            self._count_cost(func, operands, out, tensors)
+            self._running.pop(storage_key(args[0]), None)
+        elif device_tensors and self.counts_costs:
+            self._count_cost(func, operands, out, device_tensors)
         return out
 
     def as_one_kernel(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Return `function(*arguments)`, which reads and writes once what it takes and gives. One that only writes into
-        its arguments is run once for tensors of such shapes."""
-        counts, self.counts_costs = self.counts_costs, False
-        key, out = (function, torch.is_grad_enabled(), Operands(arguments, {}).key), None
+        """Call a function that is one kernel on a GPU: it reads its arguments and writes its results once.
+
+        A function that only writes into its arguments is called once for arguments of the same shapes.
+        """
+        counts_costs, self.counts_costs = self.counts_costs, False
+        key = (function, torch.is_grad_enabled(), Operands(arguments, {}).key)
+        out = None
         self.memory.poll()
         if key in self._workspaces:
             self.memory.add_workspace(self._workspaces[key])
@@ -220,64 +263,81 @@ class Tracer(MetaKernels):
             out = function(*arguments)
             if out is None and not torch.is_grad_enabled():
                 self._workspaces[key] = self.memory.peak_since(mark)
-        self.counts_costs = counts
-        if counts:
+        self.counts_costs = counts_costs
+        if counts_costs:
             sizes = {id(tensor): tensor.nbytes for tensor in tensors_in((*arguments, out)) if tensor.is_meta}
             self.counts[self.current, "kernels"] += 1
             self.counts[self.current, "moved"] += sum(sizes.values())
         return out
 
     def compile_part(self, part: Callable[..., Any], is_selective: bool = False) -> Callable[..., Any]:
-        """Return a part of a layer as a compiled region, as written. What the compiler would move and keep is counted.
+        """Return a part of a layer as a compiled region.
+
+        The part runs uncompiled, and the costs that it would have after compilation are counted.
 
         Args:
             part: Function of tensors.
-            is_selective: Whether it has selective checkpointing inside.
+            is_selective: Whether selective checkpointing is inside.
         """
         if self.regions is None:
             self.regions = CompiledRegions()
         return self.regions.region(part, is_selective)
 
     def few(self, rounds: Sequence[Any]) -> Iterator[Any]:
-        """Yield three `rounds` of a loop, the first two and the last. What the second one costs is counted for those
-        between too, and its memory is theirs."""
+        """Yield only three rounds of a loop whose rounds are alike: the first two and the last.
+
+        The costs of the second round are counted for those that are left out too. Their memory is that of the second.
+        """
         for number, item in enumerate(rounds):
-            if number < 2 or number == len(rounds) - 1:
-                before = self.counts.copy()
-                yield item
-                if number == 1:
-                    left_out = max(0, len(rounds) - 3)
-                    self.counts.update({key: left_out * (value - before[key]) for key, value in self.counts.items()})
+            is_last = number == len(rounds) - 1
+            if number >= 2 and not is_last:
+                continue
+            before = self.counts.copy()
+            yield item
+            if number == 1:
+                num_left_out = max(0, len(rounds) - 3)
+                self.counts.update({key: num_left_out * (value - before[key]) for key, value in self.counts.items()})
 
     def _count_cost(self, func: OpOverload, operands: Operands, out: Any, tensors: list) -> None:
-        args, kwargs, formula = operands.args, operands.kwargs, _FLOPS.get(func.overloadpacket)
+        """Count the kernel, FLOPs and moved bytes of an operation. `tensors` are its operands and results."""
+        args, kwargs = operands.args, operands.kwargs
+        formula = _FLOPS.get(func.overloadpacket)
         self.counts[self.current, "kernels"] += 1
-        if func.overloadpacket in (_aten.addmm, _aten.addmm_):  # what is added to comes first, in a dtype of its own
+        if func.overloadpacket in (_aten.addmm, _aten.addmm_):
+            # The first argument is added to the product, and may have another dtype.
             formula, args, kwargs = mm_flop, args[1:3], {}
         if formula is not None:
-            dtype = next(argument.dtype for argument in args if isinstance(argument, Tensor))
-            key = func, operands.key
-            flops = self._flops.get(key)
-            if flops is None or not all(tensor.is_meta for tensor in operands.tensors):  # ends of documents are values
-                flops = self._flops[key] = formula(*args, **kwargs, out_val=out)
-            self.counts[self.current, "flops", dtype] += flops
-            for collective, _ in self._under_way.values():
-                self.counts[self.current, "behind", collective, dtype] += flops
+            self._count_flops(func, operands, formula, args, kwargs, out)
+        moves = _moves(func)
         is_outside = True
-        if self.regions is not None and (formula is not None or _moves(func)):
-            is_written_over = func.overloadpacket is _aten.copy_  # the first of its operands
-            reads = tensors_in((args[1:] if is_written_over else args, () if "out" in kwargs else kwargs))
-            inputs, outputs = ([self.memory.see(x) for x in some if x.is_meta] for some in (reads, tensors_in(out)))
+        if self.regions is not None and (formula is not None or moves):
+            is_overwritten = func.overloadpacket is _aten.copy_  # its first operand is written and not read
+            read = (args[1:] if is_overwritten else args, () if "out" in kwargs else kwargs)
+            inputs = [self.memory.see(tensor) for tensor in tensors_in(read) if tensor.is_meta]
+            outputs = [self.memory.see(tensor) for tensor in tensors_in(out) if tensor.is_meta]
             moved, is_outside = self.regions.moved(inputs, outputs, formula is not None)
             self.counts[self.current, "moved"] += moved
-        if is_outside and formula is None and _moves(func):
-            distinct = {id(tensor): tensor for tensor in tensors}.values()
-            self.counts[self.current, "moved"] += sum(tensor.nbytes for tensor in distinct)
+        if is_outside and formula is None and moves:
+            distinct = {id(tensor): tensor for tensor in tensors}
+            self.counts[self.current, "moved"] += sum(tensor.nbytes for tensor in distinct.values())
+
+    def _count_flops(
+        self, func: OpOverload, operands: Operands, formula: Callable, args: tuple, kwargs: dict, out: Any
+    ) -> None:
+        dtype = next(argument.dtype for argument in args if isinstance(argument, Tensor))
+        key = func, operands.key
+        flops = self._flops.get(key)
+        # With operands that have values, such as the ends of documents, the FLOPs depend on the values.
+        if flops is None or not all(tensor.is_meta for tensor in operands.tensors):
+            flops = self._flops[key] = formula(*args, **kwargs, out_val=out)
+        self.counts[self.current, "flops", dtype] += flops
+        for collective, _ in self._running.values():
+            self.counts[self.current, "behind", collective, dtype] += flops
 
 
 @cache
 def _moves(func: OpOverload) -> bool:
-    """Return whether an operation reads and writes its tensors, and computes something of them."""
+    """Return whether an operation computes something from the tensors that it reads."""
     return func.namespace in ("aten", "fsdp") and not _operation_name(func).startswith(_NO_COMPUTE)
 
 
