@@ -17,8 +17,8 @@ keep q, k, v, the output and its log-sum-exp [B, H, S] for the backward.
 `MetaKernels` is a dispatch mode that does what meta tensors cannot. A collective leaves its output as it is. A value
 that the host reads from a tensor is one, or True, so that a step takes the path of a finite gradient norm. Collectives
 of host tensors are those of the fake process group, in which every rank has the tensors of this one. torch's kernels for
-meta tensors are slow, and a step has few operations that differ in their shapes. So each is computed by torch once, and
-the shapes of its results are remembered.
+meta tensors are slow, and a step has few operations that differ in their shapes. So each is computed by torch once,
+and the shapes of its results are remembered.
 """
 
 import weakref
@@ -74,7 +74,7 @@ class PlannedDevice(TorchFunctionMode):
         self._last_isnan: weakref.ref[Tensor] | None = None  # the last result of `isnan` of a meta tensor
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if isinstance(func, _PROPERTY_ACCESS):  # first, because every other call is one
+        if isinstance(func, _PROPERTY_ACCESS):  # first, because about half of all calls are
             if func == _DEVICE:
                 return self._device_of(args[0])
             return self._device_of(args[0]).type == "cuda" if func == _IS_CUDA else func(*args)
@@ -176,8 +176,8 @@ def device_attention(
 def flash_workspace(q: Tensor, k: Tensor, documents: int) -> int:
     """Return the bytes that the backward of flash attention allocates in addition to its gradients.
 
-    These are the gradient of q in float32, rounded up for each document, and with grouped heads the gradients of k and v
-    for each query head.
+    These are the gradient of q in float32, rounded up for each document, and with grouped heads the gradients of k and
+    v for each query head.
 
     Args:
         q: Queries, [T, H, hd].
@@ -256,7 +256,7 @@ class _New(NamedTuple):
 class _Argument(NamedTuple):
     """A result that is one of the operation's tensors."""
 
-    index: int
+    position: int
 
 
 class MetaKernels(TorchDispatchMode):
@@ -335,5 +335,5 @@ def _make_results(results: Any, tensors: Sequence[Tensor]) -> Any:
     if isinstance(results, _New):
         return torch.empty_strided(results.shape, results.strides, dtype=results.dtype, device=META)
     if isinstance(results, _Argument):
-        return tensors[results.index]
+        return tensors[results.position]
     return type(results)(_make_results(item, tensors) for item in results)
