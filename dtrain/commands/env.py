@@ -1,4 +1,4 @@
-"""`dtrain env`: versions and devices of this machine, as a bug report wants them."""
+"""`dtrain env`: versions and devices of this machine, for bug reports."""
 
 import argparse
 import os
@@ -21,11 +21,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
+    """Print the versions and devices."""
     print(describe())
 
 
 def describe() -> str:
-    """Return the versions and devices, a line `name  value` each."""
+    """Return the versions and devices, one per line."""
     rows = [("dtrain", __version__), ("python", platform.python_version()), ("system", platform.platform())]
     rows += [(name, _version(name)) for name in PACKAGES]
     rows.append(("cpu", f"{os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads"))

@@ -1,4 +1,4 @@
-"""The plan that `dtrain run` and `dtrain.run` compute next to their run. Imports no torch."""
+"""Starts the plan that `dtrain run` and `dtrain.run` compute in the background of their run. Imports no torch."""
 
 from typing import TYPE_CHECKING
 
@@ -9,7 +9,13 @@ if TYPE_CHECKING:
 
 
 def start_background_plan(recipe: Recipe, world_size: int, device_type: str) -> "PlannedPeak":
-    """Return the plan of `recipe` on `world_size` devices of a type, which is computed once its context is entered."""
+    """Start to plan a recipe in a process of its own.
+
+    Args:
+        recipe: The recipe.
+        world_size: Number of devices.
+        device_type: "cpu" or "cuda".
+    """
     from dtrain.commands.plan.background import PlannedPeak
 
     return PlannedPeak(recipe, world_size, device_type)

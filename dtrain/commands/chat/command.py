@@ -23,6 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
+    """Start the chat."""
     from dtrain.base.hub import find_model_directory
 
     find_model_directory(arguments.directory)  # a wrong name fails here, before torch is imported

@@ -1,6 +1,5 @@
-"""`dtrain eval`: a model's answers to prompts, judged by rewards.
+"""`dtrain eval`: a model's answers to prompts, scored by rewards.
 
 command     the arguments of `dtrain eval`
-evaluate    answers to prompts and their report, with keys of a recipe as the command's options; rl/evaluation.py judges
-            them, also for the `eval` of a run
+evaluate    answers prompts and reports their scores; rl/evaluation.py does the work, also for the `eval` of a run
 """

@@ -31,6 +31,7 @@ def _gpu_key(gpu: str) -> str:
 
 
 def run(arguments: argparse.Namespace) -> None:
+    """Print the plan."""
     from dtrain.commands.plan.report import print_plan
 
     print_plan(arguments)

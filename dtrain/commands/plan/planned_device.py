@@ -16,8 +16,8 @@ keep q, k, v, the output and its log-sum-exp [B, H, S] for the backward.
 
 `MetaKernels` is a dispatch mode that does what meta tensors cannot. A collective leaves its output as it is. A value
 that the host reads from a tensor is one, or True, so that a step takes the path of a finite gradient norm. Collectives
-of host tensors are those of the fake process group, in which every rank has the tensors of this one. torch's kernels for
-meta tensors are slow, and a step has few operations that differ in their shapes. So each is computed by torch once,
+of host tensors are those of the fake process group, in which every rank has the tensors of this one. torch's kernels
+for meta tensors are slow, and a step has few operations that differ in their shapes. So each is computed by torch once,
 and the shapes of its results are remembered.
 """
 

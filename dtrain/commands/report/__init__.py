@@ -1,10 +1,10 @@
-"""`dtrain report` and `dtrain compare`: runs as one page that needs no network, and in the terminal. No torch.
+"""`dtrain report` and `dtrain compare`: runs as one HTML page that needs no network, and in the terminal. No torch.
 
-command, compare    the arguments of the two commands; compare's tables and small plots
-run_files           a run's directory, read while it may still go
-results             the runs, their differences and their results: tables for both commands
-charts              the charts that the fields of the metrics make; curves and histograms for plotly, thinned
-sections            the data of the parts of the page that are text, in sections.html; the ranks as a picture
+command, compare    the arguments of the two commands; tables and small plots in the terminal
+run_files           a run's directory, which may still be written
+results             tables for both commands: the runs, their differences and their results
+charts              charts of the metrics: curves and histograms for plotly, thinned
+sections            data of the page's sections that are text, for sections.html; pictures of meshes
 page                the page: page.html, page.css, page.js, and thumbnails of the images of prompts
-live                the page on loopback, following the runs
+live                the page on loopback, updated while the runs continue
 """

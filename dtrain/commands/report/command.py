@@ -25,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
+    """Write the page, or serve it with --live."""
     from dtrain.commands.report.page import MARK, page, page_state, plotly
     from dtrain.commands.report.run_files import open_runs
 

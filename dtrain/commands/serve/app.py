@@ -1,10 +1,10 @@
-"""The Starlette application of `dtrain serve`: access, request bodies, answers as JSON or as server-sent events.
+"""The Starlette application of `dtrain serve`: access, request bodies, responses as JSON or as server-sent events.
 
-The functions of routes.py block, so they run on starlette's threads. Completions block no thread: the engine's thread
-hands their tokens to the event loop.
+The functions of routes.py block, so they run on Starlette's threads. Completions block no thread: the engine's thread
+passes their tokens to the event loop.
 
-No CORS header is sent, and a body must be declared as JSON. So a browser neither sends requests for a page of another
-origin nor shows answers to it.
+No CORS header is sent, and a body must be declared as JSON. So a browser neither sends requests on behalf of a page of
+another origin nor shows it the responses.
 """
 
 import asyncio
@@ -35,30 +35,40 @@ from dtrain.commands.serve.worker import EngineThread, Job
 
 T = TypeVar("T")
 
-MAX_BODY_BYTES = 1 << 25  # of a body: several photographs, a million token ids, or the names of all tensors
-CLIENT_GONE = 499  # the status in the log of a request whose client has hung up
+MAX_BODY_BYTES = 1 << 25  # enough for several photographs, a million token ids, or the names of all tensors
+CLIENT_GONE = 499  # status in the log if the client has disconnected
+# Headers of errors by status.
 HEADERS = {401: {"WWW-Authenticate": 'Bearer realm="dtrain"'}, 503: {"Retry-After": "1"}}
 
-Pieces = AsyncGenerator[StreamChunk, None]
+Chunks = AsyncGenerator[StreamChunk, None]
 
 
 class Json(JSONResponse):
     """JSON in ASCII, because names and messages may contain half a surrogate pair, which UTF-8 cannot encode."""
 
     def render(self, content: Any) -> bytes:
+        """Encode the content."""
         return json.dumps(content).encode()
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events of an answer. `pieces` is closed when all are sent, and as soon as the client hangs up."""
+    """The server-sent events of an answer.
 
-    def __init__(self, answer: Answer, first: StreamChunk, chunks: Pieces):
+    `chunks` is closed when all events are sent, and as soon as the client disconnects.
+
+    Args:
+        answer: The answer.
+        first: The first chunk.
+        chunks: The other chunks.
+    """
+
+    def __init__(self, answer: Answer, first: StreamChunk, chunks: Chunks):
         events = _events(answer, first, chunks)
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        self._pieces = chunks
+        self._chunks = chunks
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with aclosing(self._pieces):
+        async with aclosing(self._chunks):
             await super().__call__(scope, receive, send)
 
 
@@ -77,7 +87,8 @@ class KeyMiddleware:
 
     def _has_key(self, headers: Headers) -> bool:
         scheme, _, token = headers.get("authorization", "").partition(" ")
-        is_equal = hmac.compare_digest(token.strip().encode(), self.key.encode())  # in a time that tells nothing of it
+        # The time of the comparison must not depend on how many characters are right.
+        is_equal = hmac.compare_digest(token.strip().encode(), self.key.encode())
         return is_equal and scheme.lower() == "bearer"
 
 
@@ -110,11 +121,12 @@ def make_app(service: Service | ClassifyService) -> Starlette:
 
 
 class _Endpoints:
-    """What answers the requests to the paths of `service`."""
+    """The functions that respond to requests to the paths of `service`."""
 
     def __init__(self, service: Service | ClassifyService):
         self.service = service
-        self._parsing = asyncio.Lock()  # one body at a time: decoded images may take many times its size
+        # One body is parsed at a time, because decoded images may need many times the memory of the body.
+        self._parsing = asyncio.Lock()
 
     async def get(self, read: Callable[[], dict[str, Any]], request: Request) -> Response:
         return Json(read())
@@ -129,6 +141,7 @@ class _Endpoints:
         return await _run(act, check({**request.query_params, **body}, table))
 
     async def complete(self, parse: Callable[[Mapping[str, Any]], ApiRequest], request: Request) -> Response:
+        """Respond to a request for completions."""
         assert isinstance(self.service, Service)
         worker, tokenizer = self.service.worker, self.service.parser.tokenizer
         body = await _read_body(request)
@@ -141,30 +154,27 @@ class _Endpoints:
         def send(chunk: StreamChunk | ApiError) -> None:
             loop.call_soon_threadsafe(arrived.put_nowait, chunk)
 
-        job = await to_thread.run_sync(
-            worker.submit, api_request, send
-        )  # waits while the engine lets other requests in
-        chunks = _pieces(worker, job, arrived)
+        # `submit` waits while the engine starts other requests, so it runs on a thread.
+        job = await to_thread.run_sync(worker.submit, api_request, send)
+        chunks = _receive_chunks(worker, job, arrived)
         if not api_request.fields["stream"]:
-            parts = await _until_disconnect(request, _collect(chunks))
-            return Json(await to_thread.run_sync(answer.body, parts))
-        first = await _until_disconnect(request, anext(chunks))  # an error before it still has a status of its own
+            all_chunks = await _until_disconnect(request, _collect(chunks))
+            return Json(await to_thread.run_sync(answer.body, all_chunks))
+        # An error before the first chunk still gets a status of its own.
+        first = await _until_disconnect(request, anext(chunks))
         return EventStream(answer, first, chunks)
 
     async def refuse_route(self, request: Request, error: HTTPException) -> Response:
-        """Answer a request to an unknown path, or with another method."""
+        """Respond to a request to an unknown path, or with the wrong method."""
         service, path = self.service, request.url.path
         if error.status_code == 405:
             message = f"{path} wants {'GET' if path in service.get else 'POST'}"
         elif path in service.control:
-            message = f"{path} is not served: start it with --control DIR and --api-key-file FILE"
+            message = f"{path} is not served: start the server with --control DIR and --api-key-file FILE"
         else:
-            paths = [
-                *service.get,
-                *service.completions,
-                *service.act,
-                *(service.control if service.has_control else ()),
-            ]
+            paths = [*service.get, *service.completions, *service.act]
+            if service.has_control:
+                paths += service.control
             message = f"there is no {path[:80]} here, only {', '.join(paths)}"
         refusal = ApiError(error.status_code, message)
         return Json(refusal.body, refusal.status, headers=error.headers)
@@ -172,7 +182,7 @@ class _Endpoints:
 
 async def _read_body(request: Request) -> dict[str, Any]:
     """Return the JSON object of a body, {} if there is no body. Raises ApiError."""
-    too_large = ApiError(413, f"the body is too large: {MAX_BODY_BYTES} bytes at most are taken")
+    too_large = ApiError(413, f"the body is too large: the limit is {MAX_BODY_BYTES} bytes")
     if int(request.headers.get("content-length", 0)) > MAX_BODY_BYTES:
         raise too_large
     body = bytearray()
@@ -182,10 +192,10 @@ async def _read_body(request: Request) -> dict[str, Any]:
             raise too_large
     if not body:
         return {}
-    kind = request.headers.get("content-type", "")
-    if kind.partition(";")[0].strip().lower() != "application/json":
+    content_type = request.headers.get("content-type", "")
+    if content_type.partition(";")[0].strip().lower() != "application/json":
         curl = "(curl: -H 'Content-Type: application/json')"
-        raise ApiError(415, f"send a body as Content-Type: application/json, not {kind[:80]!r} {curl}")
+        raise ApiError(415, f"send a body as Content-Type: application/json, not {content_type[:80]!r} {curl}")
     return read_object(body)
 
 
@@ -194,32 +204,33 @@ async def _run(act: Callable[[Mapping[str, Any]], dict[str, Any]], fields: Mappi
     return Json(await to_thread.run_sync(act, fields, abandon_on_cancel=True))
 
 
-async def _pieces(worker: EngineThread, job: Job, arrived: "asyncio.Queue[StreamChunk | ApiError]") -> Pieces:
-    """Yield the tokens of all requests of `job` as they arrive. Closing the generator cancels the requests.
+async def _receive_chunks(worker: EngineThread, job: Job, arrived: "asyncio.Queue[StreamChunk | ApiError]") -> Chunks:
+    """Yield the tokens of all requests of a job as they arrive. Closing the generator cancels the requests.
 
     Raises:
-        ApiError: If the engine gives up the requests.
+        ApiError: If the engine cannot finish the requests.
     """
-    unfinished = len(job.api_request.requests)
+    num_unfinished = len(job.api_request.requests)
     try:
-        while unfinished:
+        while num_unfinished:
             chunk = await arrived.get()
             if isinstance(chunk, ApiError):
-                unfinished = 0
+                num_unfinished = 0
                 raise chunk
-            unfinished -= chunk.finish is not None
+            if chunk.finish is not None:
+                num_unfinished -= 1
             yield chunk
     finally:
-        if unfinished:
+        if num_unfinished:
             worker.drop(job)
 
 
-async def _collect(chunks: Pieces) -> list[StreamChunk]:
+async def _collect(chunks: Chunks) -> list[StreamChunk]:
     return [chunk async for chunk in chunks]
 
 
-async def _events(answer: Answer, first: StreamChunk, chunks: Pieces) -> AsyncGenerator[bytes, None]:
-    """Yield the server-sent events of an answer. An error ends them with an event of its own."""
+async def _events(answer: Answer, first: StreamChunk, chunks: Chunks) -> AsyncGenerator[bytes, None]:
+    """Yield the server-sent events of an answer. After an error, an event with the error is the last one."""
     try:
         yield answer.event(first)
         async for chunk in chunks:
@@ -230,7 +241,7 @@ async def _events(answer: Answer, first: StreamChunk, chunks: Pieces) -> AsyncGe
 
 
 async def _until_disconnect(request: Request, work: Awaitable[T]) -> T:
-    """Return the result of `work`. Cancel it and raise ClientDisconnect if the client hangs up first."""
+    """Return the result of `work`. Cancel it and raise ClientDisconnect if the client disconnects first."""
     working = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(_wait_for_disconnect(request))
     try:
@@ -265,5 +276,5 @@ async def _end_quietly(request: Request, error: ClientDisconnect) -> Response:
 
 
 async def _report_fault(request: Request, error: Exception) -> Response:
-    """Answer a request that met a fault of the server's own. uvicorn logs its traceback."""
-    return _refusal(ApiError(500, "the server has a fault, which its terminal tells"))
+    """Respond to a request that met an error in the server. uvicorn logs its traceback."""
+    return _refusal(ApiError(500, "an error in the server; its terminal shows the traceback"))
