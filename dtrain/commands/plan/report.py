@@ -328,6 +328,13 @@ def _time(plan: Plan, step_time: float | None) -> str:
     return "\n".join(lines)
 
 
+def _sizes_as_json(plan: Plan) -> dict[str, Any]:
+    """Return the sizes of the mesh and the batch. `is_open`: whether the global batch is an upper bound."""
+    sizes = asdict(plan.spec.sizes)
+    sizes["is_open"] = sizes.pop("is_upper_bound")  # the name that readers of the JSON know
+    return sizes
+
+
 def as_json(plan: Plan, step_time: float | None = None) -> dict[str, Any]:
     """Return a plan as a dict for JSON, in bytes and seconds."""
     step, time = plan.step, plan.time
@@ -340,7 +347,7 @@ def as_json(plan: Plan, step_time: float | None = None) -> dict[str, Any]:
         "device": plan.device,
         "gpu": plan.hardware.name if plan.device == "cuda" else None,
         "dtype": str(plan.spec.precision.compute).removeprefix("torch."),
-        "sizes": asdict(plan.spec.sizes),
+        "sizes": _sizes_as_json(plan),
         "assumed": list(plan.assumptions),
         "chosen": list(plan.choices),
         "save_bytes": _bytes_of_a_save(plan),
@@ -401,8 +408,8 @@ def search_text(result: SearchResult, plan: Plan) -> str:
         lines = ["Fastest meshes and micro-batches by estimated step time", _table(rows, right=range(len(rows[0])))]
     else:
         lines = ["None of the meshes and micro-batches that were traced fits."]
-    outcomes = [f"{count:,} {outcome}" for outcome, count in result.counts.items() if count]
-    lines.append(f"Of all candidates: {'; '.join(outcomes)}")
+    outcomes = [f"{outcome}: {count:,}" for outcome, count in result.counts.items() if count]
+    lines.append(f"Candidates by outcome: {'; '.join(outcomes)}")
     if result.too_large:
         closest = min(result.too_large, key=lambda candidate: candidate.step.peak)
         shape_text = ", ".join(f"{name} {getattr(closest.sizes, name)}" for name in _SHAPE)

@@ -53,14 +53,24 @@ _FLOPS = {
     _aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: sdpa_backward_flop,
 }
-# Backward kernels of flash attention, and functions of their arguments that return q and k, each [tokens, heads, hd],
-# and the number of documents.
+
+
+def _varlen_operands(args: tuple) -> tuple[Tensor, Tensor, int]:
+    """Return q and k, each [tokens, heads, hd], and the number of documents, for packed rows."""
+    q, k, document_ends = args[1], args[2], args[6]
+    return q, k, len(document_ends) - 1
+
+
+def _flash_operands(args: tuple) -> tuple[Tensor, Tensor, int]:
+    """Return q and k, each [tokens, heads, hd], and the number of rows, for a batch [B, heads, S, hd]."""
+    q, k = args[1], args[2]
+    return q.transpose(1, 2).flatten(0, 1), k.transpose(1, 2).flatten(0, 1), len(q)
+
+
+# Backward kernels of flash attention.
 _FLASH_BACKWARD = {
-    torch.ops.torch_attn._varlen_attn_backward: lambda args: (args[1], args[2], len(args[6]) - 1),
-    _aten._scaled_dot_product_flash_attention_backward: lambda args: (
-        *(tensor.transpose(1, 2).flatten(0, 1) for tensor in args[1:3]),
-        len(args[1]),
-    ),
+    torch.ops.torch_attn._varlen_attn_backward: _varlen_operands,
+    _aten._scaled_dot_product_flash_attention_backward: _flash_operands,
 }
 # Prefixes of the names of operations that compute nothing.
 _NO_COMPUTE = (
@@ -222,9 +232,10 @@ class Tracer(MetaKernels):
         all_tensors = [*operands.tensors, *results]
         device_tensors = [tensor for tensor in all_tensors if tensor.is_meta]
         memory.after(func, device_tensors)
-        read_flash_arguments = _FLASH_BACKWARD.get(func.overloadpacket)
-        if read_flash_arguments is not None:
-            memory.add_workspace(flash_workspace(*read_flash_arguments(args)))
+        flash_operands = _FLASH_BACKWARD.get(func.overloadpacket)
+        if flash_operands is not None:
+            q, k, num_documents = flash_operands(args)
+            memory.add_workspace(flash_workspace(q, k, num_documents))
         if len(device_tensors) < len(all_tensors):
             for tensor in all_tensors:
                 if not tensor.is_meta:
