@@ -59,7 +59,9 @@ def check_request(request: Request, vocabulary: int, name: str, *, has_decode: b
     if sampling.max_new_tokens < 0:
         _refuse(sampling, "max_new_tokens", "must not be negative")
     if not 0.0 <= sampling.temperature < float("inf"):
-        _refuse(sampling, "temperature", "must be a number of at least 0; 0 takes the likeliest token")
+        _refuse(
+            sampling, "temperature", "must be a number of at least 0. 0 selects the token with the highest probability"
+        )
     if sampling.top_k is not None and not -1 <= sampling.top_k < 2**63:
         _refuse(sampling, "top_k", "must be a positive number below 2**63, or null for all tokens")
     if not 0.0 < sampling.top_p <= 1.0:
@@ -69,7 +71,7 @@ def check_request(request: Request, vocabulary: int, name: str, *, has_decode: b
     if any(not text for text in sampling.stop):
         _refuse(sampling, "stop", "has an empty text")
     if sampling.stop and not has_decode:
-        raise UserError(f"stop={list(sampling.stop)}: stop texts need a tokenizer, and the engine was given no decode")
+        raise UserError(f"stop={list(sampling.stop)}: stop texts need a tokenizer, and this engine has no `decode`")
 
 
 def _refuse(sampling: SamplingParams, setting: str, problem: str) -> NoReturn:

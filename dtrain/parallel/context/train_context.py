@@ -348,17 +348,7 @@ def make_cp_batch_and_ctx(
     shape = batch[tokens].shape[:2]
     num_padding = -shape[1] % (2 * cp_mesh.size()) + _padding_of(batch.pop("attention_mask", None), shape)
     _build_position_ids(batch, batch[tokens].device)
-    # The dimension in which each stream is cut. position_ids may be [3, B, S].
-    dims = {tokens: 1, "labels": 1, "position_ids": batch["position_ids"].dim() - 1}
-    if loss_mask is not None:
-        dims["loss_mask"] = 1
-    for name, value in batch.items():
-        if isinstance(value, Tensor) and value.shape[:2] == shape:
-            dims.setdefault(name, 1)
-    dims.update(extra_seq_buffers or {})
-    for name, dim in dims.items():
-        if batch[name].shape[dim] != shape[1]:
-            raise ValueError(f"{name} {list(batch[name].shape)} is not as long as {tokens} {list(batch[tokens].shape)}")
+    dims = _sequence_dims(batch, tokens, loss_mask is not None, extra_seq_buffers or {})
     for name, dim in dims.items():
         pad = STREAMS[name].pad if name in STREAMS else 0
         if name == tokens:
@@ -366,6 +356,7 @@ def make_cp_batch_and_ctx(
         batch[name] = pad_right(batch[name], 2 * cp_mesh.size(), pad, dim)
         if batch[name].requires_grad:
             batch[name] = shard_sequence(batch[name], mesh_rank(cp_mesh), cp_mesh.size(), dim)
+    # The context shards the other streams in place, which autograd does not allow for a tensor that requires grad.
     dims = {name: dim for name, dim in dims.items() if not batch[name].requires_grad}
     # Users may replace the package's functions, so these two are looked up in the package when they are called.
     package = import_module(__package__)
@@ -379,6 +370,35 @@ def make_cp_batch_and_ctx(
     return package.get_train_context(False, False, cp_context), batch
 
 
+def _sequence_dims(
+    batch: Mapping[str, Any], tokens: str, has_loss_mask: bool, extra_seq_buffers: Mapping[str, int]
+) -> dict[str, int]:
+    """Return the streams of a batch, with the dimension in which each is sharded.
+
+    Args:
+        batch: The batch.
+        tokens: Name of the ids or embeddings.
+        has_loss_mask: Whether the loss mask is a stream, whatever its shape.
+        extra_seq_buffers: More streams.
+
+    Raises:
+        ValueError: If a stream is not as long as the ids.
+    """
+    shape = batch[tokens].shape[:2]
+    # position_ids may be [3, B, S].
+    dims = {tokens: 1, "labels": 1, "position_ids": batch["position_ids"].dim() - 1}
+    if has_loss_mask:
+        dims["loss_mask"] = 1
+    for name, value in batch.items():
+        if isinstance(value, Tensor) and value.shape[:2] == shape:
+            dims.setdefault(name, 1)
+    dims.update(extra_seq_buffers)
+    for name, dim in dims.items():
+        if batch[name].shape[dim] != shape[1]:
+            raise ValueError(f"{name} {list(batch[name].shape)} is not as long as {tokens} {list(batch[tokens].shape)}")
+    return dims
+
+
 def _build_position_ids(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
     """Add `position_ids` [1, S], which count from 0, to a batch without them, and return the batch."""
     if "position_ids" not in batch:
@@ -388,19 +408,29 @@ def _build_position_ids(batch: dict[str, Tensor], device: torch.device) -> dict[
 
 
 def _padding_of(attention_mask: Any, shape: torch.Size) -> int | Tensor:
-    """Return how many tokens `attention_mask` [B, S] hides at the end of each row, [B]; 0 without a mask."""
+    """Return the number of tokens that a mask hides at the end of each row, [B], or 0 without a mask.
+
+    Args:
+        attention_mask: [B, S].
+        shape: (B, S).
+
+    Raises:
+        ValueError: If the mask has another shape, or hides anything but padding at the end of rows.
+    """
     if attention_mask is None:
         return 0
     if not isinstance(attention_mask, Tensor) or attention_mask.shape != shape:
-        given = list(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
-        raise ValueError(
-            f"attention_mask ({given}) is dropped under context parallel, which is right for a padding mask "
-            f"{list(shape)} only. Remove it, and pass masks [B, 1, S/cp, S] to the model inside the context"
+        description = (
+            list(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
         )
-    seen = attention_mask.long()
-    if bool((seen[:, 1:] > seen[:, :-1]).any()):
         raise ValueError(
-            "attention_mask hides tokens before others that it shows (padding on the left?). It is dropped under "
-            "context parallel: put the padding on the right"
+            f"attention_mask ({description}) is removed under context parallel, which is correct only for a padding mask "
+            f"{list(shape)}. Remove it, and pass masks [B, 1, S/cp, S] to the model inside the context"
         )
-    return shape[1] - seen.sum(1)
+    visible = attention_mask.long()
+    if bool((visible[:, 1:] > visible[:, :-1]).any()):
+        raise ValueError(
+            "attention_mask hides tokens in front of visible ones (padding on the left?). Context parallel removes the "
+            "mask, which is correct only for padding on the right. Put the padding on the right"
+        )
+    return shape[1] - visible.sum(1)
