@@ -420,12 +420,12 @@ def _padding_of(attention_mask: Any, shape: torch.Size) -> int | Tensor:
     if attention_mask is None:
         return 0
     if not isinstance(attention_mask, Tensor) or attention_mask.shape != shape:
-        description = (
-            list(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
-        )
+        description: object = type(attention_mask).__name__
+        if isinstance(attention_mask, Tensor):
+            description = list(attention_mask.shape)
         raise ValueError(
-            f"attention_mask ({description}) is removed under context parallel, which is correct only for a padding mask "
-            f"{list(shape)}. Remove it, and pass masks [B, 1, S/cp, S] to the model inside the context"
+            f"attention_mask ({description}) is removed under context parallel, which is correct only for a padding "
+            f"mask {list(shape)}. Remove it, and pass masks [B, 1, S/cp, S] to the model inside the context"
         )
     visible = attention_mask.long()
     if bool((visible[:, 1:] > visible[:, :-1]).any()):
