@@ -111,6 +111,7 @@ def _resolve_spec(inputs: RunInputs, host: DryHost) -> DryRun:
     meta: MetaModel | None = None
     if not waits_for_data:
         meta = host.attempt("model", partial(model.build, inputs, precision, False))
+    # Digests of large weights take minutes, so only the run computes them.
     identities: dict[str, str] = {}
     if not inputs.pending_downloads and meta is not None and model.has_small_weights(inputs):
         identities = host.attempt("model.path", partial(resume.identities, inputs, host.ranks)) or {}
@@ -120,7 +121,7 @@ def _resolve_spec(inputs: RunInputs, host: DryHost) -> DryRun:
     has_images = data.has_images or evals.has_images
     if data.rows:
         host.attempt("train.vision", partial(model.refuse_unused_tower, data.recipe, has_images))
-    has_failed = meta is None and not waits_for_data
+    has_failed = meta is None and not waits_for_data  # the problem is known, and would only be found again
     if not has_failed and (has_images or waits_for_data):
         meta = host.attempt("model", partial(model.build, inputs, precision, has_images))
     notes = [*data.notes, *evals.notes, *sizes.position_notes(inputs.recipe, inputs.source)]
@@ -129,6 +130,7 @@ def _resolve_spec(inputs: RunInputs, host: DryHost) -> DryRun:
         return DryRun(tuple(host.problems), data.recipe, notes=tuple(notes))
     notes += size_facts.notes
 
+    # The devices of another machine cannot be examined.
     if inputs.world.is_local and _is_packing_known(data):
         config = inputs.model_config(has_images)
         device = torch.device(inputs.world.device_type)
@@ -146,7 +148,7 @@ def _resolve_spec(inputs: RunInputs, host: DryHost) -> DryRun:
 
 
 def _is_packing_known(data: DataFacts) -> bool:
-    """Check whether `data.packing` is size_facts. The choice of the attention kernel depends on it."""
+    """Check whether `data.packing` is decided. The choice of the attention kernel depends on it."""
     return bool(data.rows) or data.recipe.data.packing != "auto"
 
 
