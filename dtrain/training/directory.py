@@ -49,8 +49,19 @@ UNGUARDED_KEYS = ("data.num_workers", "data.cache_dir", "data.allow_dropped_text
 # a change of these keys in any case.
 TENSOR_KEYS = ("optimizer.name", "optimizer.state", "train.masters")
 
-Difference = tuple[str, Any, Any]
-"""A difference between the saved recipe and the present one: key, saved value, new value."""
+
+class Difference(NamedTuple):
+    """A difference between the saved recipe and the present one.
+
+    Attributes:
+        key: The key, for example "optimizer.lr".
+        old: The saved value.
+        new: The present value.
+    """
+
+    key: str
+    old: Any
+    new: Any
 
 
 @dataclass(frozen=True)
@@ -318,7 +329,7 @@ def is_locked(directory: Path) -> bool | None:
 
 
 def guard(
-    differences: Iterable[Difference],
+    differences: Iterable[tuple[str, Any, Any]],
     allow_changes: Sequence[str],
     same_content: Collection[str] = (),
     models: Sequence[str] = (),
@@ -343,7 +354,7 @@ def guard(
         >>> guard([("train.steps", 10, 20), ("optimizer.lr", 1e-5, 2e-5)], ["optimizer"])
         ['train.steps: 10 -> 20', 'optimizer.lr: 1e-05 -> 2e-05']
     """
-    differences = list(differences)
+    differences = [Difference(*entry) for entry in differences]
     tensor_keys = set(TENSOR_KEYS)
     for key, old, new in differences:
         if key == "train.dtype" and "float64" in (old, new):
@@ -353,10 +364,11 @@ def guard(
         fixed_keys.update(misfit.keys)
     guarded = (*GUARDED_KEYS, *models)
     refused = []
-    for key, old, new in differences:
+    for difference in differences:
+        key = difference.key
         is_guarded = _is_within(key, guarded) and not _is_within(key, UNGUARDED_KEYS) and key not in same_content
         if key in fixed_keys or (is_guarded and not _is_within(key, allow_changes)):
-            refused.append((key, old, new))
+            refused.append(difference)
     if refused:
         raise UserError(_refusal(refused, tensor_keys, misfit, details))
     lines = []

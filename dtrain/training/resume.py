@@ -347,7 +347,8 @@ def compare(
     """
     _, state = start.checkpoint
     saved = state["identities"]
-    differences = _with_one_line_for_lora(config.diff_recipes(state["recipe"], original_recipe))
+    differences = [Difference(*entry) for entry in config.diff_recipes(state["recipe"], original_recipe)]
+    differences = _with_one_line_for_lora(differences)
     for key, old, new in differences:
         if key == "method":
             raise UserError(
@@ -360,8 +361,8 @@ def compare(
     same_content = _keys_with_same_content(differences, saved, identities, models)
     for key, new in identities.items():
         if key in saved and saved[key] != new:
-            differences.append((key, saved[key], new))
-    unexplained = [difference for difference in differences if difference[0] not in same_content]
+            differences.append(Difference(key, saved[key], new))
+    unexplained = [difference for difference in differences if difference.key not in same_content]
     if _has_same_packing(rows.get("train"), method, unexplained):
         same_content.add("data.packing")
     details = {}
@@ -371,7 +372,7 @@ def compare(
             details[key] = _changed_files(saved_files, rows[split].samples.file_digests)
     misfit = None
     if unfit is not None:
-        unexplained = [difference for difference in differences if difference[0] not in same_content]
+        unexplained = [difference for difference in differences if difference.key not in same_content]
         misfit = _misfit(start, unfit, unexplained)
     return guard(differences, allow_changes, same_content, models, misfit, details)
 
@@ -407,7 +408,7 @@ def _keys_with_same_content(
 
 def _has_same_packing(rows: Rows | None, method: Method, differences: Sequence[Difference]) -> bool:
     """Check whether the data differ only in `data.packing`, between auto and the value that auto means."""
-    data_differences = [difference for difference in differences if difference[0].startswith("data.")]
+    data_differences = [difference for difference in differences if difference.key.startswith("data.")]
     if len(data_differences) != 1:
         return False
     key, old, new = data_differences[0]
@@ -449,12 +450,12 @@ def _changed_files(saved: Mapping[str, str] | None, found: Mapping[str, str]) ->
 
 def _with_one_line_for_lora(differences: list[Difference]) -> list[Difference]:
     """Join the keys of `lora` into one difference if one of the two recipes has no such section."""
-    of_lora = [difference for difference in differences if difference[0].startswith("lora.")]
-    others = [difference for difference in differences if not difference[0].startswith("lora.")]
+    of_lora = [difference for difference in differences if difference.key.startswith("lora.")]
+    others = [difference for difference in differences if not difference.key.startswith("lora.")]
     if of_lora and all(old is None for _, old, _ in of_lora):
-        return [("lora", None, "an adapter"), *others]
+        return [Difference("lora", None, "an adapter"), *others]
     if of_lora and all(new is None for _, _, new in of_lora):
-        return [("lora", "an adapter", None), *others]
+        return [Difference("lora", "an adapter", None), *others]
     return differences
 
 
