@@ -329,17 +329,17 @@ def is_locked(directory: Path) -> bool | None:
 
 
 def guard(
-    differences: Iterable[tuple[str, Any, Any]],
+    changes: Iterable[tuple[str, Any, Any]],
     allow_changes: Sequence[str],
     same_content: Collection[str] = (),
     models: Sequence[str] = (),
-    misfit: "Misfit | None" = None,
+    misfit: Misfit | None = None,
     details: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> list[str]:
     """Return the lines to print for a resume with a changed recipe, one per difference.
 
     Args:
-        differences: Key, saved value and new value. Digests of files have keys of their own, for example
+        changes: The differences: key, saved value and new value. Digests of files have keys of their own, for example
             "data.fingerprint".
         allow_changes: Keys, or sections above them, that may differ although they are `GUARDED_KEYS`.
         same_content: Keys that name the location of files whose content is the same. They may differ.
@@ -354,7 +354,7 @@ def guard(
         >>> guard([("train.steps", 10, 20), ("optimizer.lr", 1e-5, 2e-5)], ["optimizer"])
         ['train.steps: 10 -> 20', 'optimizer.lr: 1e-05 -> 2e-05']
     """
-    differences = [Difference(*entry) for entry in differences]
+    differences = [Difference(*entry) for entry in changes]
     tensor_keys = set(TENSOR_KEYS)
     for key, old, new in differences:
         if key == "train.dtype" and "float64" in (old, new):
@@ -381,7 +381,7 @@ def guard(
 def _refusal(
     refused: Sequence[Difference],
     tensor_keys: Collection[str],
-    misfit: "Misfit | None",
+    misfit: Misfit | None,
     details: Mapping[str, Sequence[str]],
 ) -> str:
     """Return the error for refused differences: each of them, then what to set.
