@@ -1,4 +1,4 @@
-"""Trades of time for memory: what a run keeps, recomputes, moves to host memory or compiles.
+"""Trades of time for memory: what a run stores, recomputes, moves to host memory or compiles.
 
 activation_checkpointing  layers or MLPs whose activations are recomputed in the backward, all or most of them
 activation_offload        activations in host memory between forward and backward

@@ -1,14 +1,18 @@
-"""Activation checkpointing: parts of a model are computed again in the backward, and their activations are not stored.
+"""Activation checkpointing: parts of a model are recomputed in the backward, and their activations are not stored.
 
-`train.activation_checkpointing` chooses the parts: "full" recomputes each layer from its input, "mlp" only its MLP, and
-"selective" a layer except for its expensive operations.
+`train.activation_checkpointing` chooses the parts:
 
-Under "selective" the results of matrix products, attention and reduce-scatters are stored, and everything else is
-recomputed. All-to-alls of tokens are sent again, because their results are as large as everything else that a mixture
-of experts stores. In a tile (`memory.tiles`) everything is recomputed.
+    full        each layer is recomputed from its input
+    mlp         the MLP of each layer is recomputed from its input
+    selective   each layer is recomputed, except for its expensive operations, whose results are stored
 
-Two forms use the same table: `UNCOMPILED_CONTEXTS` for layers that run as written, and `checkpoint_selectively` for
-functions that torch.compile compiles, whose partitioner then decides within the table what the backward needs.
+The expensive operations are matrix products, attention and reduce-scatters. All-to-alls of tokens are sent again,
+because their results are as large as everything else that a mixture of experts stores. In a tile (`memory.tiles`)
+everything is recomputed.
+
+"selective" has two forms with the same table of operations: `UNCOMPILED_CONTEXTS` for layers that run as written, and
+`checkpoint_selectively` for functions that torch.compile compiles. Their partitioner then decides which of the results
+in the table the backward needs.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -92,13 +96,16 @@ def checkpoint_activations(
 
 
 def _may_have_tiles(layer: nn.Module) -> bool:
-    """Check whether `memory.tiles` can compute the MLP of a layer: it tiles neither experts nor a vision tower."""
+    """Return whether `memory.tiles` can compute the MLP of a layer. It tiles neither experts nor a vision tower."""
     return isinstance(layer, Layer) and not layer.is_sparse
 
 
 def _mlp_of(layer: nn.Module) -> nn.Module:
     """Return the child of a layer whose name ends in "mlp"."""
-    return next(child for name, child in layer.named_children() if name.endswith("mlp"))
+    for name, child in layer.named_children():
+        if name.endswith("mlp"):
+            return child
+    raise ValueError(f"{type(layer).__name__} has no MLP")
 
 
 @contextmanager
@@ -111,16 +118,16 @@ def storing_nothing() -> Iterator[None]:
         _is_in_tile.reset(token)
 
 
-def _policy(kept: frozenset, context, operation, *args, **kwargs) -> CheckpointPolicy:
+def _policy(stored: frozenset, context, operation, *args, **kwargs) -> CheckpointPolicy:
     """Decide about the result of an operation, as `create_selective_checkpoint_contexts` calls it."""
-    return CheckpointPolicy.MUST_SAVE if operation in kept else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if operation in stored else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _policy_outside_tiles(kept: frozenset, context, operation, *args, **kwargs) -> CheckpointPolicy:
+def _policy_outside_tiles(stored: frozenset, context, operation, *args, **kwargs) -> CheckpointPolicy:
     """Decide as `_policy`, but store nothing of a tile."""
     if _is_in_tile.get():
         return CheckpointPolicy.PREFER_RECOMPUTE
-    return _policy(kept, context, operation, *args, **kwargs)
+    return _policy(stored, context, operation, *args, **kwargs)
 
 
 # One object each, because torch.compile guards on the identity of the object.

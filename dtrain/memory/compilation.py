@@ -1,15 +1,15 @@
 """Compilation of the two parts of a layer around attention, each as one graph for rows of all lengths.
 
-A compiled part (`layer.regions`) receives only tensors. The mask and the packing of a micro-batch are not compiled in,
-and attention and FSDP's hooks stay outside, so that the parts compile in the same way with every attention kernel and
-on every mesh:
+A compiled part (`layer.regions`) takes only tensors. The mask and the packing of a micro-batch are not compiled in, and
+attention and FSDP's hooks stay outside. So the parts compile in the same way with every attention kernel and on every
+mesh:
 
     before attention:   norm, q, k and v projections, rotary embedding       compiled
     attention                                                                as written
     after attention:    output projection, residual, norm, MLP, residual     compiled
 
-Full checkpointing is around the layer and recomputes its compiled parts. Selective checkpointing is inside the parts,
-so that the compiler decides what to store, and attention's result is stored by attention itself.
+Full checkpointing is applied around the layer and recomputes its compiled parts. Selective checkpointing is applied
+inside the parts, so that the compiler decides what to store. The result of attention is stored by attention itself.
 """
 
 import logging
@@ -29,7 +29,7 @@ NAME = "train.compile=true (false says so from the start): a part of the layers"
 """Name of a compiled part in the warning that it could not be compiled."""
 
 NUM_VARYING_SIZES = 2
-"""Leading dimensions of the tensors, rows and tokens, that a graph does not fix."""
+"""Number of leading dimensions, rows and tokens, whose sizes may differ from call to call of a graph."""
 
 
 def compile_model(
@@ -57,8 +57,13 @@ def compile_model(
     if model.uncompiled_reason is None and compile_part is None:
         model.uncompiled_reason = compiler_obstacle(device.type)
     if model.uncompiled_reason is None:
-        is_selective, is_outside = checkpoints_inside_parts(train), recomputes_layers(train)
-        compile_layers(model, is_selective, is_outside, compile_part or _compiled, determinism_check)
+        compile_layers(
+            model,
+            is_selective=checkpoints_inside_parts(train),
+            computes_again=recomputes_layers(train),
+            compile_part=compile_part or _compiled,
+            determinism_check=determinism_check,
+        )
 
 
 def _compiled(part: Callable[..., Any], is_selective: bool = False) -> CompiledFunction:
@@ -121,15 +126,16 @@ def obstacle(train: Train, *, is_deterministic: bool, lora_dropout: float) -> st
 
 
 def checkpoints_inside_parts(train: Train) -> bool:
-    """Check for selective checkpointing inside the compiled parts of a layer, instead of around the layer.
+    """Return whether selective checkpointing is applied inside the compiled parts of a layer, not around the layer.
 
-    With `activation_offload` it is applied around the layer, because the offloader moves what the layer saves.
+    With `activation_offload` it is applied around the layer, because the offloader moves the tensors that a layer
+    saves.
     """
     return bool(train.compile and train.activation_checkpointing == "selective" and not train.activation_offload)
 
 
 def recomputes_layers(train: Train) -> bool:
-    """Check for a checkpoint around each layer, which recomputes its compiled parts in the backward."""
+    """Return whether a checkpoint around each layer recomputes its compiled parts in the backward."""
     return train.activation_checkpointing in ("full", "selective") and not checkpoints_inside_parts(train)
 
 
@@ -141,5 +147,8 @@ def modules_to_checkpoint(model: CausalLM, train: Train) -> list[nn.Module] | No
     """
     if model.uncompiled_reason is not None or not checkpoints_inside_parts(train):
         return None
-    mixers = [layer.mixer for layer in cast(list[Layer], list(model.model.layers))]
-    return [*model.model.vision_layers, *(mixer for mixer in mixers if not isinstance(mixer, Attention))]
+    modules: list[nn.Module] = [*model.model.vision_layers]
+    for layer in cast(list[Layer], list(model.model.layers)):
+        if not isinstance(layer.mixer, Attention):
+            modules.append(layer.mixer)
+    return modules

@@ -1,7 +1,8 @@
-"""Sums of bfloat16 gradients over micro-batches, rounded stochastically.
+"""Accumulation of bfloat16 gradients over micro-batches, with stochastic rounding.
 
-FSDP would round each sum to the nearest bfloat16 number, which loses terms that are small compared with the sum. Here a
-sum is rounded up or down at random, so that it is right on average for any number of terms.
+FSDP would round each sum to the nearest bfloat16 number, which loses terms that are small compared with the sum. For
+example, 256 + 0.5 is 256 in bfloat16, however often 0.5 is added. Here a sum is rounded up or down at random: to 258
+with the probability 0.25, and to 256 otherwise. So it is right on average for any number of terms.
 """
 
 from collections.abc import Iterable
@@ -21,21 +22,22 @@ from dtrain.optim.local_shard import (
 
 
 class GradientAccumulator:
-    """Gradient sums of a model whose bfloat16 gradients FSDP reduces after each micro-batch.
+    """Accumulates the gradients of a model whose bfloat16 gradients FSDP reduces after each micro-batch.
 
-    Call `begin` before each backward and `finish` after the last one of a step. Then `.grad` of each parameter is the
-    sum. No collective.
+    `begin` is called before each backward, and `finish` after the last backward of a step. Then `.grad` of each
+    parameter is the sum over the micro-batches. Issues no collective.
 
     Args:
         named_parameters: Parameters of the model. Those that need no gradient are left out.
         seed: Seed of the random bits.
 
-    Example:
-        sums = GradientAccumulator(model.named_parameters(), seed=0)
+    For example:
+
+        accumulator = GradientAccumulator(model.named_parameters(), seed=0)
         for index, micro_batch in enumerate(micro_batches):
-            sums.begin(step, index, is_last=index + 1 == len(micro_batches))
+            accumulator.begin(step, index, is_last=index + 1 == len(micro_batches))
             loss(micro_batch).backward()
-        sums.finish()
+        accumulator.finish()
     """
 
     def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]], seed: int):

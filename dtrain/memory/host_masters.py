@@ -1,12 +1,12 @@
 """Float32 weights in pinned host memory, and rounded copies of them on the device.
 
-With `parallel.optimizer_offload`, this rank's shards of the trained parameters are in host memory in float32. The
-device has copies in the dtype of computation, and FSDP gathers the copies. For example, a shard of 1 M weights takes
-4 MB of host memory, and 2 MB of the device in bfloat16.
+With `parallel.optimizer_offload`, this rank's shards of the trained parameters are stored in float32 in host memory.
+The device stores copies in the dtype of computation, and FSDP gathers the copies. For example, a shard of 1 M weights
+takes 4 MB of host memory, and 2 MB on the device in bfloat16.
 
 For all other code, such a parameter is a float32 parameter: its gradient is reduced and stored in float32 on the
-device, and code that reads or writes its local tensor reads or writes the float32 weights. Code that writes must use
-`parallel.fsdp.Sharding.writing`, which rounds the copies anew.
+device, and reading or writing its local tensor reads or writes the float32 weights. Code that writes must use
+`parallel.fsdp.Sharding.writing`, which rounds the copies again.
 """
 
 from typing import Any
@@ -31,7 +31,7 @@ class HostMaster(MasterTensor):
 
     @property
     def device_copy(self) -> Tensor:
-        """The rounded weights on the device, [local rows, ..], without the rows by which FSDP fills up a shard."""
+        """The rounded weights on the device, [local rows, ...], without the rows by which FSDP pads a shard."""
         return self.rounded[: len(self)]
 
     @torch.no_grad()
@@ -63,11 +63,11 @@ def move_masters_to_host(model: nn.Module, dtype: torch.dtype) -> None:
         model: Model under FSDP, before its first forward.
         dtype: Dtype of computation.
     """
-    moved: dict[DTensor, Tensor] = {}
-    for each in model.parameters():
-        if isinstance(each, DTensor) and each.requires_grad and each.dtype != dtype:
-            moved[each] = local_tensor(each)
-    for parameter, local in moved.items():
+    old_locals: dict[DTensor, Tensor] = {}
+    for candidate in model.parameters():
+        if isinstance(candidate, DTensor) and candidate.requires_grad and candidate.dtype != dtype:
+            old_locals[candidate] = local_tensor(candidate)
+    for parameter, local in old_locals.items():
         size = _largest_shard_size(parameter)
         if has_values(local):
             memory = torch.zeros(size, dtype=local.dtype, pin_memory=True)
@@ -76,9 +76,9 @@ def move_masters_to_host(model: nn.Module, dtype: torch.dtype) -> None:
         if local.numel():
             memory[: len(local)] = local
         replace_local_tensor(parameter, memory)
-    # FSDP has references to the old local tensors. Loading a state dict, even an empty one, makes it look them up anew.
-    model.load_state_dict({}, strict=False)
-    for parameter, local in moved.items():
+    # FSDP keeps references to the old local tensors. Loading a state dict, even an empty one, makes it look them up
+    # again. model.load_state_dict({}, strict=False)
+    for parameter, local in old_locals.items():
         memory = local_tensor(parameter)
         master = memory[: len(local)].as_subclass(HostMaster)
         master.rounded = torch.zeros(memory.shape, dtype=dtype, device=local.device)

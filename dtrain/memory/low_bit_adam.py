@@ -1,8 +1,8 @@
 """AdamW and Adam over weights and moments that are stored in fewer bits than the arithmetic has.
 
-A step reads a slice of rows in float32, updates them by `optim.adam.adam_update`, and stores them again, bfloat16
-weights rounded stochastically. If moments or float32 weights are in host memory, `StateOffloader` copies
-them to the device for the time of the slice's update.
+A step reads a slice of rows in float32, updates the rows by `optim.adam.adam_update`, and stores them again. bfloat16
+weights are rounded stochastically. If moments or float32 weights are in host memory, `StateOffloader` copies them to
+the device for the update of the slice.
 
 A moment is stored between two steps in float32, in bfloat16, or in int8 by blocks. `read_moment` returns some rows in
 float32 and `write_moment` stores them again. Both see the same rows of each state tensor, as [rows, local_columns], or
@@ -51,7 +51,10 @@ from dtrain.optim.local_shard import (
 from dtrain.parallel.placement import local_tensor
 
 BLOCK_SIZE = 256
-MIN_ELEMENTS = 4096  # moments of smaller tensors stay float32
+"""Elements that share a scale in int8 moments."""
+
+MIN_ELEMENTS = 4096
+"""Moments of smaller tensors stay float32."""
 
 # Largest code and exponent of the grid of a first moment (signed codes) and of a second moment.
 _GRIDS = {torch.int8: (127, 2), torch.uint8: (255, 4)}
@@ -89,7 +92,7 @@ class Moment:
         self.keys: tuple[str, ...] = (key,)
 
     def allocate(self, like: Tensor, dtype: torch.dtype) -> State:
-        """Return the tensors of a moment that is zero.
+        """Return the state tensors of a moment that is zero.
 
         Args:
             like: Local shard of the parameter, [..].
@@ -106,8 +109,8 @@ class Int8Moment(Moment):
         shares_blocks: Whether other ranks store a part of the same blocks.
         first_block: Block of the full row at which the stored scales begin.
         num_blocks: Scales per row.
-        before: Elements of the first block that other ranks store.
-        after: Elements of the last block that other ranks store, or that do not exist.
+        before: Elements at the start of the first block that other ranks store.
+        after: Elements at the end of the last block that other ranks store, or that do not exist.
     """
 
     def __init__(self, shard: LocalShard, key: str):
@@ -115,8 +118,11 @@ class Int8Moment(Moment):
         self.scales = f"{key}_scale"
         self.keys = key, self.scales
         self.shares_blocks = bool(shard.column_groups) and shard.max_local_columns % BLOCK_SIZE != 0
-        self.first_block = 0 if self.shares_blocks else shard.first_column // BLOCK_SIZE
-        end = shard.num_columns if self.shares_blocks else shard.first_column + shard.local_columns
+        # Ranks that share a block each store all scales of the row.
+        if self.shares_blocks:
+            self.first_block, end = 0, shard.num_columns
+        else:
+            self.first_block, end = shard.first_column // BLOCK_SIZE, shard.first_column + shard.local_columns
         has_blocks = shard.local_columns > 0 or self.shares_blocks
         self.num_blocks = -(-end // BLOCK_SIZE) - self.first_block if has_blocks else 0
         self.before = shard.first_column - self.first_block * BLOCK_SIZE
@@ -124,7 +130,7 @@ class Int8Moment(Moment):
 
     @property
     def edges(self) -> tuple[int, int]:
-        """`before` and `after`: by how much the shard's rows are filled up to full blocks on both sides."""
+        """`before` and `after`: how many elements pad the shard's rows to full blocks on both sides."""
         return self.before, self.after
 
     @property
@@ -137,8 +143,11 @@ class Int8Moment(Moment):
         )
 
     def allocate(self, like: Tensor, dtype: torch.dtype) -> State:
-        """Override `Moment.allocate`: codes like `like`, scales [local rows, blocks], for a stack of matrices
-        [matrices, rows, blocks]."""
+        """Override `Moment.allocate`.
+
+        Codes have the shape of `like`. Scales are [local rows, blocks], or [matrices, rows, blocks] for a stack of
+        matrices.
+        """
         scales = torch.zeros(*self.shard.local_row_shape, self.num_blocks, device=like.device)
         return super().allocate(like, dtype) | {self.scales: scales}
 
@@ -164,7 +173,10 @@ def read_moment(rows: State, key: str, edges: tuple[int, int] = (0, 0)) -> Tenso
     largest_code, exponent = _GRIDS[stored.dtype]
     # Multiply by the reciprocal, because a GPU divides by a number in this way and a CPU does not.
     values = stored.float().mul_(1 / largest_code)
-    values = values * values.abs() if exponent == 2 else _power(values, exponent)
+    if exponent == 2:
+        values = values * values.abs()  # keeps the sign
+    else:
+        values = _power(values, exponent)
     return values.mul_(_of_elements(rows[f"{key}_scale"], values, edges))
 
 
@@ -193,7 +205,10 @@ def write_moment(
         return
     magnitudes = values.abs()
     has_full_blocks = magnitudes.dim() == 3
-    blocks = magnitudes if has_full_blocks else F.pad(magnitudes, edges).unflatten(1, (-1, BLOCK_SIZE))
+    if has_full_blocks:
+        blocks = magnitudes
+    else:
+        blocks = F.pad(magnitudes, edges).unflatten(1, (-1, BLOCK_SIZE))
     scales = blocks.amax(2, keepdim=has_full_blocks)
     if all_reduce_scales is not None:
         all_reduce_scales(scales)
@@ -206,6 +221,7 @@ def write_moment(
     if stored.dtype == torch.int8:
         codes.copysign_(values)
     else:
+        # A second moment above 0 is never stored as 0, because the update divides by it.
         codes = torch.where(values > 0, codes.clamp_(min=1), codes)
     stored.copy_(codes)
 
@@ -446,7 +462,7 @@ class _Layout:
         shard = LocalShard.of(parameter)
         storage = MOMENT_STORAGE[moment_kind(name, parameter.shape, state)]
         moments = tuple(storage(shard, key) for key in MOMENTS)
-        first = moments[0]
+        first = moments[0]  # the second has the same class and edges
         if not isinstance(first, Int8Moment):
             return cls(name, shard, moments)
         return cls(

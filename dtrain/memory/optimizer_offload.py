@@ -1,9 +1,12 @@
 """Optimizer state in pinned host memory, which is copied to the device part by part for its update.
 
-Copies run on two CUDA streams of their own, one in
-each direction, while the device computes with other parts. The device has a ring of three buffers: the update computes
-with the first, the second is being filled, and the third is being copied back. For example, while part 4 is updated,
-part 5 arrives and part 3 leaves.
+Copies run on two CUDA streams of their own, one in each direction, while the device computes with other parts. The
+device has a ring of three buffers: the update computes with the first, the second is being filled, and the third is
+being copied back. For example, while part 4 is updated, part 5 arrives and part 3 leaves:
+
+    buffer 0    part 0 in    update    out    part 3 in    update    out
+    buffer 1              part 1 in    update    out    part 4 in    update ...
+    buffer 2                        part 2 in    update    out    part 5 in ...
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -15,10 +18,10 @@ from torch import Tensor
 State = dict[str, Tensor]
 
 RING_BUFFERS = 3
-"""Buffers on the device."""
+"""Number of buffers on the device."""
 
 _ALIGNMENT = 256
-"""Bytes; a tensor in a buffer begins at a multiple."""
+"""A tensor in a buffer begins at a multiple of this number of bytes."""
 
 
 @dataclass
@@ -26,9 +29,9 @@ class _Buffer:
     """Buffer of the ring.
 
     Attributes:
-        memory: Bytes on the device; None before the first use.
-        arrived: Recorded after its contents were copied to the device.
-        left: Recorded after they were copied back to the host.
+        memory: Bytes on the device. None before the first use.
+        arrived: Recorded after the contents were copied to the device.
+        left: Recorded after the contents were copied back to the host.
     """
 
     memory: Tensor | None = None
@@ -110,8 +113,10 @@ def _largest_part_size(parts: Iterable[State]) -> int:
 
 
 def _part_size(part: State) -> int:
+    """Return the bytes that a part takes in a buffer."""
     return sum(_aligned_bytes(tensor) for tensor in part.values())
 
 
 def _aligned_bytes(tensor: Tensor) -> int:
+    """Return the bytes of a tensor, rounded up to the alignment."""
     return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT

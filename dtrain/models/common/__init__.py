@@ -1,12 +1,13 @@
-"""Parts that the families of models share.
+"""Parts that the model families share. Read `decoder` first.
 
-config                       a model's sizes
-config_fields, model_fields, rope_config    reading them from config.json
-decoder, functions           layers and whole decoders, their operations; norms, activations, rotary embedding
-micro_batch                  everything that belongs to one micro-batch's forward: images, a KV cache, routing
-moe, routing                 mixtures of experts; their router and its balance loss
-keys_first                   keys of context parallel on their way while queries are projected
-flops                        training FLOPs per token
+decoder                      layers and decoders, and the forward
+functions                    norms, activations, rotary embedding
 linear                       the linear layer, and how adapters change it
-tower, vision_config         the text model of a multimodal checkpoint; sizes of its vision tower
+moe, routing                 mixtures of experts, their router and its balance loss
+micro_batch                  the context of one micro-batch's forward: images, KV cache, routing, adapters
+keys_first                   context parallel: keys are gathered while queries are projected
+config                       sizes and layer types of a model
+config_fields, model_fields, rope_config    reading them from config.json
+tower, vision_config         the text model of a multimodal checkpoint, and the sizes of its vision tower
+flops                        training FLOPs per token
 """
