@@ -129,7 +129,7 @@ class AdapterConfig:
         return False
 
     def is_targeted(self, name: str) -> bool:
-        """Return whether `target` selects a module and `exclude` does not."""
+        """Check whether `target` selects a module and `exclude` does not."""
         matched_name = self.matched_name(name)
         if self.target == ALL_LINEAR:
             is_in_target = not is_in_vision_tower(name)
@@ -163,7 +163,7 @@ class AdapterConfig:
         return to_tower_name(name) if self.uses_tower_names else name
 
     def _is_target(self, name: str) -> bool:
-        """Return whether a layer gets an adapter."""
+        """Check whether a layer gets an adapter."""
         if self._is_saved(name):
             return False  # trained itself
         if is_expert_or_router(name):
@@ -207,7 +207,7 @@ def adapter_parameter_shapes(shape: Sequence[int], rank: int, dora: bool) -> dic
 
 
 def is_stack(name: str) -> bool:
-    """Return whether a name in files is that of a stack of experts.
+    """Check whether a name in files is that of a stack of experts.
 
     Example:
         >>> is_stack("model.layers.0.mlp.experts.gate_up_proj")
@@ -217,7 +217,7 @@ def is_stack(name: str) -> bool:
 
 
 def is_expert_or_router(name: str) -> bool:
-    """Return whether a name is that of a stack of experts or a router, which are no linear layers in transformers."""
+    """Check whether a name is that of a stack of experts or a router, which are no linear layers in transformers."""
     return is_stack(name) or name.endswith(_ROUTER)
 
 
@@ -232,7 +232,7 @@ def parameter_name(name: str) -> str:
 
 
 def _names_experts(entry: str) -> bool:
-    """Return whether an entry of a recipe's target means experts or routers, for example `experts.down_proj`."""
+    """Check whether an entry of a recipe's target means experts or routers, for example `experts.down_proj`."""
     last_two = entry.split(".")[-2:]
     return "experts" in last_two or last_two == ["gate", "weight"]
 
@@ -270,7 +270,7 @@ def containing_modules(name: str) -> list[str]:
 
 
 def is_selected(name: str, selection: Names) -> bool:
-    """Return whether a regular expression or a list of names selects a module.
+    """Check whether a regular expression or a list of names selects a module.
 
     Example:
         >>> is_selected("model.layers.0.self_attn.q_proj", ("q_proj", "v_proj"))
@@ -292,7 +292,7 @@ def value_by_pattern(patterns: Mapping[str, Any], name: str, default: Any) -> An
 
 
 def is_adapter(name: str) -> bool:
-    """Return whether a parameter belongs to an adapter.
+    """Check whether a parameter belongs to an adapter.
 
     Example:
         >>> is_adapter("model.layers.0.self_attn.q_proj.lora_A")

@@ -224,7 +224,7 @@ def quantize_weights(model: CausalLM, dtype: torch.dtype, names: Iterable[str]) 
 
 
 def has_nf4_weight(layer: nn.Module) -> bool:
-    """Return whether a layer is a linear or expert layer whose weight is stored in 4 bits."""
+    """Check whether a layer is a linear or expert layer whose weight is stored in 4 bits."""
     return isinstance(layer, Linear | ExpertLinear) and isinstance(layer.weight_storage, NF4Weight)
 
 

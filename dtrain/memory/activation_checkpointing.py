@@ -96,7 +96,7 @@ def checkpoint_activations(
 
 
 def _may_have_tiles(layer: nn.Module) -> bool:
-    """Return whether `memory.tiles` can compute the MLP of a layer. It tiles neither experts nor a vision tower."""
+    """Check whether `memory.tiles` can compute the MLP of a layer. It tiles neither experts nor a vision tower."""
     return isinstance(layer, Layer) and not layer.is_sparse
 
 

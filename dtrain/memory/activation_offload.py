@@ -60,7 +60,7 @@ class HostMemory:
         self._free: dict[int, deque[Tensor]] = {}  # free buffers by size
 
     def can_offload(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is on the device, and not on the host already."""
+        """Check whether a tensor is on the device, and not on the host already."""
         return True
 
     def send(self, flat: Tensor) -> Tensor:
@@ -237,7 +237,7 @@ class _LayerPass:
         self._is_fetched = False
 
     def pack(self, tensor: Tensor) -> Any:
-        """Return what autograd stores in place of a saved tensor: the tensor itself, or a `_PackedTensor`."""
+        """Pack a saved tensor for autograd: the tensor itself, or a `_PackedTensor`."""
         if type(tensor) is not Tensor or not self.memory.can_offload(tensor):
             return tensor
         storage = tensor.untyped_storage()

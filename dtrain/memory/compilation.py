@@ -126,7 +126,7 @@ def obstacle(train: Train, *, is_deterministic: bool, lora_dropout: float) -> st
 
 
 def checkpoints_inside_parts(train: Train) -> bool:
-    """Return whether selective checkpointing is applied inside the compiled parts of a layer, not around the layer.
+    """Check whether selective checkpointing is applied inside the compiled parts of a layer, not around the layer.
 
     With `activation_offload` it is applied around the layer, because the offloader moves the tensors that a layer
     saves.
@@ -135,7 +135,7 @@ def checkpoints_inside_parts(train: Train) -> bool:
 
 
 def recomputes_layers(train: Train) -> bool:
-    """Return whether a checkpoint around each layer recomputes its compiled parts in the backward."""
+    """Check whether a checkpoint around each layer recomputes its compiled parts in the backward."""
     return train.activation_checkpointing in ("full", "selective") and not checkpoints_inside_parts(train)
 
 

@@ -39,7 +39,7 @@ VISION_MODULES = ("visual", "vision_tower", "multi_modal_projector", "embed_visi
 
 
 def is_in_vision_tower(name: str) -> bool:
-    """Return whether a module or parameter belongs to the vision tower.
+    """Check whether a module or parameter belongs to the vision tower.
 
     Example:
         >>> is_in_vision_tower("model.visual.blocks.0.attn.qkv.weight")
@@ -135,7 +135,7 @@ class LatentAttention:
 
 @dataclass(frozen=True)
 class RouterSettings:
-    """How a router scores experts, chooses some for each token, and weights their outputs.
+    """Settings of a router: scoring experts, choosing some for each token, and weighting their outputs.
 
     Attributes:
         is_normalized: Whether a token's weights are divided by their sum.
@@ -439,11 +439,11 @@ class ModelConfig:
         return tuple(cached)
 
     def is_sparse(self, layer: int) -> bool:
-        """Return whether the layer of a number has a mixture of experts."""
+        """Check whether the layer of a number has a mixture of experts."""
         return self.experts is not None and layer in self.experts.layers
 
     def has_dense_mlp(self, layer: int) -> bool:
-        """Return whether the layer of a number has an MLP that computes all tokens."""
+        """Check whether the layer of a number has an MLP that computes all tokens."""
         return self.experts is None or self.experts.has_dense_mlp or layer not in self.experts.layers
 
     @property

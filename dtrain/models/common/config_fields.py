@@ -225,7 +225,7 @@ class Fields:
 
 
 def is_number(value: Any) -> bool:
-    """Return whether a JSON value is a number. Booleans are none."""
+    """Check whether a JSON value is a number. Booleans are none."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -251,7 +251,7 @@ def _other_format_hint(values: dict[str, Any]) -> str:
 
 
 def _is_unpacked(values: dict[str, Any]) -> bool:
-    """Return whether weights are converted to bfloat16 while they are read: mxfp4, and fp8 in blocks of 128 x 128."""
+    """Check whether weights are converted to bfloat16 while they are read: mxfp4, and fp8 in blocks of 128 x 128."""
     if values.get("quant_method") == "mxfp4":
         return True
     is_in_blocks = values.get("quant_method") == "fp8" and values.get("weight_block_size") == [128, 128]
@@ -293,7 +293,7 @@ def read_unquantized_modules(section: Any, problems: list[str]) -> tuple[str, ..
 
 
 def is_unquantized(patterns: Iterable[str], name: str) -> bool:
-    """Return whether a module is stored unquantised, matching names as transformers does.
+    """Check whether a module is stored unquantised, matching names as transformers does.
 
     A pattern matches the beginning of a name up to a dot, as text or as a regular expression, or the end of a name.
 

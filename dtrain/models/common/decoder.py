@@ -390,6 +390,7 @@ class Decoder(Stack):
         skips_hooks = context.cache is not None and context.cache.skips_hooks
         look_up = self.embed_tokens.forward if skips_hooks else self.embed_tokens
         hidden = self._scale_embeddings(look_up(input_ids))  # [B, S, D]
+        # Image features replace the embeddings of image tokens, and some are added to the outputs of layers.
         placed = None
         if context.images is not None:
             placed = self._encode_images(context.images, context, hidden.shape[1])
@@ -476,6 +477,7 @@ class Decoder(Stack):
         elif self.layers[0].regions is not None:
             # Compiled parts always get one table per row: a table [1, S] would be another shape to compile for.
             positions = positions.expand(len(input_ids), -1)
+        # Decoding keeps the frequencies on the device from token to token. Training computes them once per forward.
         frequency_cache = None if context.cache is None else context.cache.rotary_frequencies
         tables_by_rope: dict[tuple[Rope, int], Rotary] = {}
         tables_by_type = {}
@@ -560,7 +562,7 @@ class Decoder(Stack):
 
     @property
     def takes_packing(self) -> bool:
-        """Whether a layer computes from the packing of a micro-batch."""
+        """True if a layer computes from the packing of a micro-batch."""
         return self.kernel.takes_packing or self.flash_delta is not None
 
     def make_rotary(
@@ -748,6 +750,7 @@ class CausalLM(ParallelModel):
         routing = None if record is None else MicroBatchRouting(record=record)
         context = MicroBatchContext(cache=cache, images=images, routing=routing, adapters=adapters)
         hidden = self.model(input_ids, context)  # [B, S, D]
+        # The head only computes the last token of each row: logits of all tokens of a prompt would not fit in memory.
         if cache.last_index is not None:
             hidden = hidden[torch.arange(hidden.shape[0], device=hidden.device), cache.last_index, None]
         return gather_vocabulary(self.logits(hidden[:, 0], cache.skips_hooks))

@@ -248,7 +248,7 @@ class PlacedFeatures:
 
 @dataclass(frozen=True, eq=False)
 class AdapterContext:
-    """What adapters read about a micro-batch. None in its place means the same as `AdapterContext()`.
+    """Context of a micro-batch for adapters. None in its place means the same as `AdapterContext()`.
 
     Attributes:
         enabled: Whether the adapters take part. If not, each layer computes with the weights of the base model.

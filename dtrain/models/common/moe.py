@@ -567,7 +567,7 @@ def _one_hot_experts(counts: Tensor, x: Tensor) -> Tensor:
 
 
 def _has_fused_product(x: Tensor, weight: ExpertMatrices) -> bool:
-    """Return whether torch has a fused product of rows `x` with their experts' matrices."""
+    """Check whether torch has a fused product of rows `x` with their experts' matrices."""
     # The fused product needs rows that begin at multiples of 16 bytes. Rows as long as an adapter's rank may not.
     is_aligned = not any(size * x.element_size() % 16 for size in weight.shape[1:])
     return x.is_cuda and is_aligned and x.dtype in (torch.bfloat16, torch.float16, torch.float32)

@@ -94,7 +94,7 @@ class VisionTower(nn.Module):
 
     @cached_property
     def reduces_over_tp(self) -> bool:
-        """Whether the gradients of all parameters are summed over tp. Only to be read after a plan is applied."""
+        """True if the gradients of all parameters are summed over tp. Only to be read after a plan is applied."""
         for module in self.modules():
             if isinstance(module, LocalParameters):
                 for view in module.local_views.values():
@@ -181,6 +181,7 @@ def segment_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], s
     """
     if not lengths:
         return q + (k.sum() + v.sum())  # [0, H, hd], with all three in its graph
+    # One call for each run of equal lengths. A mask over all patches would need memory that grows with P².
     parts = []
     start = 0
     for length, run in groupby(lengths):
@@ -215,6 +216,7 @@ def patch_positions(frames: Sequence[Frame], block: int = 1) -> Tensor:
     """
     parts = [torch.empty(0, 2, dtype=torch.int64, device="cpu")]
     for height, width in frames:
+        # Axes: row of blocks, column of blocks, row within a block, column within a block.
         shape = (height // block, width // block, block, block)
         rows = torch.arange(height, device="cpu").view(-1, 1, block, 1).expand(shape)
         columns = torch.arange(width, device="cpu").view(1, -1, 1, block).expand(shape)

@@ -45,14 +45,16 @@ class ImageEncoder(Protocol):
 
     @property
     def reduces_over_tp(self) -> bool:
-        """Whether the gradients of all parameters are summed over tp."""
+        """True if the gradients of all parameters are summed over tp."""
 
     def __call__(self, pixels: Tensor, grids: Sequence[Grid], adapters: AdapterContext | None) -> Features:
         """Compute the features of images: pixels [P, values] of the patches of all of them."""
 
 
 class ImageAssignment(NamedTuple):
-    """Which ranks encode which images, as one rank sees it. Images are numbered through all dp ranks.
+    """Assignment of images to the ranks that encode them, as one rank sees it.
+
+    Images are numbered through all dp ranks.
 
     Attributes:
         own_images: Images of this rank's dp rank.
