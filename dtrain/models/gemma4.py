@@ -441,9 +441,9 @@ def _read_experts(fields: ModelFields, num_layers: int) -> ExpertsConfig | None:
     if not fields.flag("enable_moe_block", False):
         return None
     return fields.read_experts(
-        count=None,
-        top=None,
-        inner=fields.integer("moe_intermediate_size"),
+        num_experts=None,
+        top_k=None,
+        intermediate_size=fields.integer("moe_intermediate_size"),
         router=RouterSettings(is_normalized=True),
         layers=tuple(range(num_layers)),
         top_key="top_k_experts",
@@ -512,6 +512,6 @@ def _read_ropes(fields: ModelFields, max_positions: int, heads: Mapping[str, KVH
         is_proportional = isinstance(values, dict) and values.get("rope_type") == "proportional"
         default_fraction = 1.0 if is_proportional else None
         ropes[kind] = read_rope_object(
-            fields, f"rope_parameters.{kind}", values, 10_000.0, max_positions, kinds, share=default_fraction
+            fields, f"rope_parameters.{kind}", values, 10_000.0, max_positions, kinds, rotary_fraction=default_fraction
         )
     return ropes

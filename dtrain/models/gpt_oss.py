@@ -92,9 +92,9 @@ class GptOssForCausalLM(CausalLM):
         if fields.get("experts_per_token") not in (None, fields.get("num_experts_per_tok")):
             fields.add_problem("experts_per_token and num_experts_per_tok differ: they are one number under two names")
         experts = fields.read_experts(
-            count=128,
-            top=4,
-            inner=common["intermediate_size"],
+            num_experts=128,
+            top_k=4,
+            intermediate_size=common["intermediate_size"],
             router=RouterSettings(is_normalized=True),
             layers=tuple(range(num_layers)),
             is_stacked=True,

@@ -25,7 +25,7 @@ class Phi3ForCausalLM(CausalLM):
             if fields.integer(key, 1) != 1:
                 fields.add_problem(f"{key} {fields.get(key)}: only 1 is implemented")
         config = fields.build_config(
-            share=1.0,
+            rotary_fraction=1.0,
             kinds=("default", "longrope"),
             **common,
             sliding_window=window,

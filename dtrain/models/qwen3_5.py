@@ -354,7 +354,9 @@ class Qwen3_5ForCausalLM(TextTower):
                 f"{linear.num_key_heads}"
             )
         sections = Sections((11, 11, 10), interleaved=True)
-        rope = read_rope(fields, common["max_position_embeddings"], common["head_dim"], share=0.25, sections=sections)
+        rope = read_rope(
+            fields, common["max_position_embeddings"], common["head_dim"], rotary_fraction=0.25, sections=sections
+        )
         fields.refuse_the_rest()
         return ModelConfig(
             **common,
@@ -384,9 +386,9 @@ class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLM):
             fields.add_problem("norm_topk_prob false: in this architecture the weights of a token add up to one")
         shared_size = fields.integer("shared_expert_intermediate_size")
         experts = fields.read_experts(
-            count=256,
-            top=8,
-            inner=fields.integer("moe_intermediate_size"),
+            num_experts=256,
+            top_k=8,
+            intermediate_size=fields.integer("moe_intermediate_size"),
             router=RouterSettings(is_normalized=True),
             layers=tuple(range(fields.integer("num_hidden_layers"))),
             shared_intermediate_size=shared_size,

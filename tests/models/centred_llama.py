@@ -48,5 +48,5 @@ class CentredLlamaForCausalLM(CausalLM):
     @classmethod
     def read(cls, fields: ModelFields) -> ModelConfig:
         common = fields.read_common(cls.__name__, bias=False)
-        common["rms_norm_eps"] = fields.number("layer_norm_eps", 1e-5, most=1.0)
+        common["rms_norm_eps"] = fields.number("layer_norm_eps", 1e-5, maximum=1.0)
         return fields.build_config(**common)

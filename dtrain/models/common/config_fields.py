@@ -133,26 +133,32 @@ class Fields:
         return self.integer(key, default)
 
     def number(
-        self, key: str, default: float | None = None, *, least: float = 0.0, most: float = 1e6, zero: bool = False
+        self,
+        key: str,
+        default: float | None = None,
+        *,
+        above: float = 0.0,
+        maximum: float = 1e6,
+        allow_zero: bool = False,
     ) -> float:
-        """Read a number above `least` and up to `most`. Without a default, the field is required.
+        """Read a number in (above, maximum]. Without a default, the field is required.
 
         Args:
             key: Name of the field.
             default: Value of a missing field.
-            least: Lower bound, which is not included.
-            most: Upper bound, which is included.
-            zero: Whether 0 is allowed too.
+            above: Lower bound, which is not included.
+            maximum: Upper bound, which is included.
+            allow_zero: Whether 0 is allowed too.
         """
         value = self._or_default(key, default)
         # NaN satisfies neither comparison.
-        is_valid = is_number(value) and (least < value <= most or (zero and value == 0))
-        requirement = f": must be a number above {least:g} and at most {most:g}{', or 0' if zero else ''}"
-        return float(self._checked(is_valid, key, value, most, requirement))
+        is_valid = is_number(value) and (above < value <= maximum or (allow_zero and value == 0))
+        requirement = f": must be a number above {above:g} and at most {maximum:g}{', or 0' if allow_zero else ''}"
+        return float(self._checked(is_valid, key, value, maximum, requirement))
 
-    def optional_number(self, key: str, *, zero: bool = False) -> float | None:
+    def optional_number(self, key: str, *, allow_zero: bool = False) -> float | None:
         """Read a number. None if there is no field."""
-        return None if self.get(key) is None else self.number(key, zero=zero)
+        return None if self.get(key) is None else self.number(key, allow_zero=allow_zero)
 
     def flag(self, key: str, default: bool) -> bool:
         """Read true or false."""

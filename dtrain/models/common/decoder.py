@@ -750,7 +750,7 @@ class CausalLM(ParallelModel):
         routing = None if record is None else MicroBatchRouting(record=record)
         context = MicroBatchContext(cache=cache, images=images, routing=routing, adapters=adapters)
         hidden = self.model(input_ids, context)  # [B, S, D]
-        # The head only computes the last token of each row: logits of all tokens of a prompt would not fit in memory.
+        # The head only computes the last token of each row: those of a full prompt, [B, S, V], would take much memory.
         if cache.last_index is not None:
             hidden = hidden[torch.arange(hidden.shape[0], device=hidden.device), cache.last_index, None]
         return gather_vocabulary(self.logits(hidden[:, 0], cache.skips_hooks))

@@ -90,9 +90,9 @@ class ModelFields(Fields):
             "head_dim": head_dim,
             "max_position_embeddings": self.integer("max_position_embeddings"),
             "hidden_act": _ACTIVATIONS[self.choice(activation_key, tuple(_ACTIVATIONS), default_activation)],
-            "rms_norm_eps": self.number("rms_norm_eps", 1e-6, most=1.0),
+            "rms_norm_eps": self.number("rms_norm_eps", 1e-6, maximum=1.0),
             # transformers reads 0 as "unset"
-            "initializer_range": self.number("initializer_range", 0.02, zero=True, most=100.0) or 0.02,
+            "initializer_range": self.number("initializer_range", 0.02, allow_zero=True, maximum=100.0) or 0.02,
             "tie_word_embeddings": self.flag("tie_word_embeddings", tie),
             "attention_scale": head_dim**-0.5,
             "bos_token_id": self.token_id("bos_token_id"),
@@ -103,7 +103,7 @@ class ModelFields(Fields):
 
     def build_config(
         self,
-        share: float | None = None,
+        rotary_fraction: float | None = None,
         scales_queries: bool = False,
         kinds: tuple[str, ...] = ROPE_KINDS,
         sections: Sections | None = None,
@@ -112,7 +112,7 @@ class ModelFields(Fields):
         """Read the rope that all layers share, refuse fields that were not read, and return the config.
 
         Args:
-            share: As in `read_rope`.
+            rotary_fraction: As in `read_rope`.
             scales_queries: As in `read_rope`.
             kinds: As in `read_rope`.
             sections: As in `read_rope`.
@@ -123,7 +123,7 @@ class ModelFields(Fields):
             kind = FULL if values.setdefault("sliding_window", None) is None else SLIDING
             values["layer_types"] = self.read_layer_types(num_layers, [kind] * num_layers, fixed=True)
         max_positions = values["max_position_embeddings"]
-        rope = read_rope(self, max_positions, values["head_dim"], share, scales_queries, kinds, sections)
+        rope = read_rope(self, max_positions, values["head_dim"], rotary_fraction, scales_queries, kinds, sections)
         if rope.kind == "longrope":
             values["max_position_embeddings"] = min(max_positions, rope.original_max_positions)
         self.refuse_the_rest()
@@ -157,9 +157,9 @@ class ModelFields(Fields):
 
     def read_experts(
         self,
-        count: int | None,
-        top: int | None,
-        inner: int,
+        num_experts: int | None,
+        top_k: int | None,
+        intermediate_size: int,
         router: RouterSettings,
         layers: tuple[int, ...],
         top_key: str = "num_experts_per_tok",
@@ -168,9 +168,9 @@ class ModelFields(Fields):
         """Read the mixtures of experts.
 
         Args:
-            count: The family's default number of experts. None: the field is required.
-            top: The family's default number of experts of a token. None: the field is required.
-            inner: Inner size of an expert.
+            num_experts: The family's default number of experts. None: the field is required.
+            top_k: The family's default number of experts of a token. None: the field is required.
+            intermediate_size: Inner size of an expert.
             router: How experts are chosen.
             layers: Numbers of the sparse layers.
             top_key: Field of the number of experts of a token.
@@ -183,7 +183,7 @@ class ModelFields(Fields):
         written = {}
         for key in ("num_local_experts", "num_experts"):
             if key in self:
-                written[key] = self.integer(key, count, minimum=0)
+                written[key] = self.integer(key, num_experts, minimum=0)
         if len(set(written.values())) > 1:
             self.add_problem(
                 f"num_local_experts {written['num_local_experts']} and num_experts {written['num_experts']} are two "
@@ -192,8 +192,8 @@ class ModelFields(Fields):
         if written:
             num_experts = list(written.values())[0]
         else:
-            num_experts = self.integer("num_experts", count, minimum=0)
-        top_k = self.integer(top_key, top)
+            num_experts = self.integer("num_experts", num_experts, minimum=0)
+        top_k = self.integer(top_key, top_k)
         self.ignore("num_experts", "num_local_experts", "router_aux_loss_coef")
         self.must_be_off("output_router_logits", "moe.balance adds a balance loss")
         if 0 < num_experts < top_k:
@@ -202,7 +202,7 @@ class ModelFields(Fields):
             return None
         if router.num_groups > 1:
             self._check_groups(num_experts, top_k, router)
-        return ExpertsConfig(num_experts, top_k, inner, router, layers, **more)
+        return ExpertsConfig(num_experts, top_k, intermediate_size, router, layers, **more)
 
     def _check_groups(self, num_experts: int, top_k: int, router: RouterSettings) -> None:
         """Check that groups of experts have one size, and that the chosen groups have enough experts."""

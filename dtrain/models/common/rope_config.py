@@ -63,18 +63,19 @@ class Rope:
         rotary_fraction: Fraction of each head's dimensions, the first ones, that are rotated (partial_rotary_factor).
             With proportional, the first dimensions of either half, at the frequencies of full heads.
         factor: Factor by which positions are stretched.
-        low_freq_factor: Of llama3.
-        high_freq_factor: Of llama3.
+        low_freq_factor: With llama3, wavelengths above original_max_positions / low_freq_factor are stretched by
+            `factor`.
+        high_freq_factor: With llama3, wavelengths below original_max_positions / high_freq_factor are kept.
         original_max_positions: Longest document before the scaling.
-        beta_fast: Of yarn.
-        beta_slow: Of yarn.
-        truncate: Of yarn: whether the ends of the ramp are rounded to whole dimensions.
+        beta_fast: With yarn, dimensions that turn at least this often within the original length are kept.
+        beta_slow: With yarn, dimensions that turn at most this often are stretched by `factor`.
+        truncate: With yarn, whether the ends of the ramp are rounded to whole dimensions.
         table_scale: Factor of cosines and sines (YaRN's attention factor, arXiv:2309.00071, section 3.4).
         score_scale: DeepSeek multiplies scores by its square, also those of dimensions that are not rotated
             (mscale_all_dim of YaRN). Other families do not read it.
         query_beta: How much queries grow with each multiple of `original_max_positions` (Llama 4's scaling,
             `models.mistral`).
-        pair_factors: Of longrope: divisors of the frequencies.
+        pair_factors: With longrope, divisors of the frequencies.
         sections: Axes of the pairs, in a model that takes images. The positions of text are the same on all axes.
     """
 
@@ -103,7 +104,7 @@ def read_rope(
     fields: Fields,
     max_positions: int,
     head_dim: int,
-    share: float | None = None,
+    rotary_fraction: float | None = None,
     scales_queries: bool = False,
     kinds: tuple[str, ...] = ROPE_KINDS,
     sections: Sections | None = None,
@@ -114,7 +115,7 @@ def read_rope(
         fields: Fields of the model.
         max_positions: Longest document.
         head_dim: Elements of a head.
-        share: The family's default of partial_rotary_factor. None in a family that only rotates full heads.
+        rotary_fraction: The family's default of partial_rotary_factor. None in a family that only rotates full heads.
         scales_queries: Whether llama_4_scaling_beta is read.
         kinds: Kinds of scaling that the family has.
         sections: The family's default of mrope_section. None in a family with one axis.
@@ -123,7 +124,7 @@ def read_rope(
     written = fields.get("rope_scaling") or written or {}
     theta = read_theta(fields, "rope_theta", 10_000.0)
     original_max_positions = fields.optional_integer("original_max_position_embeddings")
-    share = _read_fraction(fields, share)
+    rotary_fraction = _read_fraction(fields, rotary_fraction)
     rope = read_rope_object(
         fields,
         "rope_parameters",
@@ -132,7 +133,7 @@ def read_rope(
         max_positions,
         kinds,
         original_max_positions,
-        share,
+        rotary_fraction,
         scales_queries,
     )
     if sections is not None:
@@ -191,7 +192,7 @@ def read_ropes_by_kind(
 def _read_fraction(fields: Fields, default: float | None) -> float | None:
     """Read the fraction of a head that is rotated. None in a family that only rotates full heads."""
     if default is not None:
-        return fields.number("partial_rotary_factor", default, most=1.0)
+        return fields.number("partial_rotary_factor", default, maximum=1.0)
     fraction = fields.number("partial_rotary_factor", 1.0)
     if fraction != 1.0:
         fields.add_problem(f"partial_rotary_factor {fraction}: only whole heads are rotated in this architecture")
@@ -203,7 +204,7 @@ def read_theta(fields: Fields, key: str, default: float) -> float:
 
     It must be above 1: a base of 1 would rotate all pairs alike, and YaRN divides by its logarithm.
     """
-    return fields.number(key, default, least=1.0, most=1e15)
+    return fields.number(key, default, above=1.0, maximum=1e15)
 
 
 def read_rope_object(
@@ -214,7 +215,7 @@ def read_rope_object(
     max_positions: int,
     kinds: tuple[str, ...],
     original: int | None = None,
-    share: float | None = None,
+    rotary_fraction: float | None = None,
     scales_queries: bool = False,
 ) -> Rope:
     """Read the rope that an object describes.
@@ -227,7 +228,7 @@ def read_rope_object(
         max_positions: Longest document.
         kinds: Kinds of scaling that the family has.
         original: Original length by another key of the file. None without one.
-        share: As in `read_rope`.
+        rotary_fraction: As in `read_rope`.
         scales_queries: As in `read_rope`.
     """
     if not isinstance(written, dict):
@@ -245,18 +246,18 @@ def read_rope_object(
         fields.add_problem(f"{where}: rope type {format_value(kind)} is not implemented; there are: {', '.join(kinds)}")
         return Rope()
     theta = read_theta(inner, "rope_theta", theta)
-    share = _read_fraction(inner, share)
+    rotary_fraction = _read_fraction(inner, rotary_fraction)
     length = 0
     if kind in ("llama3", "yarn", "longrope") or scales_queries:
         length = original or inner.integer("original_max_position_embeddings", max_positions)
     values: dict[str, Any] = {}
-    if share is not None:
-        values["rotary_fraction"] = share
+    if rotary_fraction is not None:
+        values["rotary_fraction"] = rotary_fraction
     if kind != "default":
         # The factor may be missing where it follows from the two lengths: DeepSeek's YaRN, and Phi.
         ratio = max_positions / max(length, 1)
         default_factor = {"yarn": ratio, "longrope": ratio, "proportional": 1.0}.get(kind)
-        values["factor"] = inner.number("factor", default_factor, least=1e-3)
+        values["factor"] = inner.number("factor", default_factor, above=1e-3)
     if kind == "llama3":
         values |= _read_llama3(inner)
     elif kind == "yarn":
@@ -265,7 +266,7 @@ def read_rope_object(
         values |= _read_longrope(inner, values["factor"], length)
     if scales_queries:
         inner.ignore("max_position_embeddings")
-        values["query_beta"] = inner.number("llama_4_scaling_beta", zero=True)
+        values["query_beta"] = inner.number("llama_4_scaling_beta", allow_zero=True)
     inner.refuse_the_rest()
     return Rope(kind=kind, theta=theta, original_max_positions=length, **values)
 
@@ -284,13 +285,13 @@ def _read_yarn(fields: Fields, factor: float, length: int) -> dict[str, Any]:
     transformers then infers 0.1 · ln(factor) + 1, or, in DeepSeek's files, the ratio of two such terms.
     """
     values: dict[str, Any] = {
-        "beta_fast": fields.number("beta_fast", 32.0, zero=True) or 32.0,  # 0 is read as unset
-        "beta_slow": fields.number("beta_slow", 1.0, zero=True) or 1.0,
+        "beta_fast": fields.number("beta_fast", 32.0, allow_zero=True) or 32.0,  # 0 is read as unset
+        "beta_slow": fields.number("beta_slow", 1.0, allow_zero=True) or 1.0,
         "truncate": fields.flag("truncate", True),
     }
     written = fields.optional_number("attention_factor")
-    mscale = fields.optional_number("mscale", zero=True)
-    mscale_all_dim = fields.optional_number("mscale_all_dim", zero=True)
+    mscale = fields.optional_number("mscale", allow_zero=True)
+    mscale_all_dim = fields.optional_number("mscale_all_dim", allow_zero=True)
     if mscale and mscale_all_dim:
         inferred = _yarn_magnitude(factor, mscale) / _yarn_magnitude(factor, mscale_all_dim)
     else:

@@ -205,8 +205,8 @@ class Gemma3Vision(VisionTower):
             hidden_act=read_activation(fields, "hidden_act", "gelu_pytorch_tanh"),
             out_hidden_size=hidden_size,
             num_channels=fields.integer("num_channels", 3),
-            initializer_range=fields.number("initializer_range", 0.02, zero=True, most=100.0) or 0.02,
-            layer_norm_eps=fields.number("layer_norm_eps", 1e-6, most=1.0),
+            initializer_range=fields.number("initializer_range", 0.02, allow_zero=True, maximum=100.0) or 0.02,
+            layer_norm_eps=fields.number("layer_norm_eps", 1e-6, maximum=1.0),
             side=side,
         )
         fields.refuse_the_rest()

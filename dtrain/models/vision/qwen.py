@@ -484,6 +484,6 @@ def read_qwen(fields: ModelFields, defaults: Mapping[str, Any], hidden_size: int
         "out_hidden_size": out_size,
         "num_channels": fields.integer("in_channels", 3),
         "temporal_patch_size": fields.integer("temporal_patch_size", 2),
-        "initializer_range": fields.number("initializer_range", 0.02, zero=True, most=100.0) or 0.02,
+        "initializer_range": fields.number("initializer_range", 0.02, allow_zero=True, maximum=100.0) or 0.02,
         "theta": read_axial_theta(fields, head_dim, 10_000.0),
     }
