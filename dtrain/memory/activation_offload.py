@@ -153,7 +153,7 @@ class PinnedMemory(HostMemory):
         return tensor.is_cuda
 
     def buffer_size(self, size: int) -> int:
-        """Override `HostMemory.taken`: torch rounds the size of pinned memory up to a power of two."""
+        """Override `HostMemory.buffer_size`: torch rounds the size of pinned memory up to a power of two."""
         return 1 << (size - 1).bit_length()
 
     def allocate(self, size: int) -> Tensor:

@@ -469,7 +469,7 @@ class PlannedMemory(HostMemory):
         return tensor.is_meta
 
     def buffer_size(self, size: int) -> int:
-        """Override `HostMemory.taken`: as of `PinnedMemory` if it is pinned."""
+        """Override `HostMemory.buffer_size`: as of `PinnedMemory` if it is pinned."""
         return 1 << (size - 1).bit_length() if self._is_pinned else size
 
     def allocate(self, size: int) -> Tensor:
@@ -482,4 +482,4 @@ class PlannedMemory(HostMemory):
         return buffer
 
     def copy(self, to: Tensor, source: Tensor) -> None:
-        """Copy nothing. `HostMemory.copied` has counted the bytes, which a plan charges to the link."""
+        """Copy nothing. `HostMemory.copied_bytes` has counted the bytes, which a plan charges to the link."""
