@@ -73,6 +73,7 @@ class GradientAccumulator:
             for rows in shard.row_slices():
                 _add(total_matrix[rows], gradient[rows], bit_positions(shard, rows, sequence))
             parameter.grad = total
+        # FSDP would add the next micro-batch's gradient to `.grad` itself, so the sum is kept elsewhere until then.
         if not self._is_last and parameter.grad is not None:
             self._sums[parameter] = parameter.grad
             parameter.grad = None

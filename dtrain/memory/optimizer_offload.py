@@ -63,17 +63,20 @@ class StateOffloader:
         """
         main = torch.cuda.current_stream(self.device)
         self._allocate(_largest_part_size(parts))
+        # Two parts are copied in before the first update. The third buffer stays free for the part that leaves.
         arriving = [self._copy_in(index, part) for index, part in enumerate(parts[: RING_BUFFERS - 1])]
         for index, part in enumerate(parts):
             buffer = self._ring[index % RING_BUFFERS]
             copies = arriving.pop(0)
             main.wait_event(buffer.arrived)
             update(index, copies)
+            # Copy the results back as soon as the update has computed them.
             self._out.wait_stream(main)
             with torch.cuda.stream(self._out):
                 for key, tensor in part.items():
                     tensor.copy_(copies[key], non_blocking=True)
                 buffer.left.record(self._out)
+            # Begin to fill the buffer of the part before this one, which `_copy_in` lets leave first.
             next_index = index + RING_BUFFERS - 1
             if next_index < len(parts):
                 arriving.append(self._copy_in(next_index, parts[next_index]))
@@ -83,7 +86,8 @@ class StateOffloader:
         """Give each buffer at least `size` bytes."""
         for buffer in self._ring:
             if buffer.memory is None or buffer.memory.numel() < size:
-                with torch.cuda.stream(self._in):
+                # Allocated on the stream that fills it, so that the allocator orders reuse of its memory by that
+                # stream. with torch.cuda.stream(self._in):
                     buffer.memory = torch.empty(size, dtype=torch.uint8, device=self.device)
 
     def _copy_in(self, index: int, part: State) -> State:

@@ -1,6 +1,6 @@
 """The context of one micro-batch's forward, passed down as an argument.
 
-    MicroBatchContext   the whole micro-batch, except for its token ids
+    MicroBatchContext   a micro-batch, except for its token ids
       DecodingCache     interface of a KV cache
       Images            images of the rows, whose features replace embeddings
       AdapterContext    what adapters read
@@ -73,7 +73,7 @@ if TYPE_CHECKING:
 
 Rotary = tuple[Tensor, ...]  # cosine and sine tables, and further tensors that a family's layers read by position
 
-# Position of tokens that sequence parallel adds: behind every position of every rank, so that no token sees them.
+# Position of the padding that sequence parallel adds: larger than any other position, so that no token sees padding.
 PADDING_POSITION = 2**30
 
 

@@ -455,7 +455,7 @@ def sort_by_expert(
     """
     flat = experts.flatten()
     if is_real is not None:
-        # Choices of padding get the number E, which is sorted behind all experts.
+        # Choices of padding get the number E, which is sorted after all experts.
         is_real_choice = is_real.flatten().repeat_interleave(experts.shape[1])
         flat = torch.where(is_real_choice, flat, num_experts)
     order = flat.argsort(stable=True)
