@@ -292,8 +292,8 @@ class Layer(nn.Module):
             before, after = self.regions
         if self.keys_first is not None and cache is None:
             before, cache = self.keys_first.start_exchange(context.mask)
-        # Sparse layers also get the context, for routing. The parts of dense layers may be compiled and take no
-        # context. further = (context,) if self.is_sparse else ()
+        # Sparse layers also get the context, for routing. Parts of dense layers may be compiled and take no context.
+        further = (context,) if self.is_sparse else ()
         # The attention output has no name here: a local variable would keep it alive while the MLP is computed.
         return after(hidden, adapters, self._attend(before, hidden, context, cache), *further)
 
