@@ -86,9 +86,9 @@ class StateOffloader:
         """Give each buffer at least `size` bytes."""
         for buffer in self._ring:
             if buffer.memory is None or buffer.memory.numel() < size:
-                # Allocated on the stream that fills it, so that the allocator orders reuse of its memory by that
-                # stream. with torch.cuda.stream(self._in):
-                buffer.memory = torch.empty(size, dtype=torch.uint8, device=self.device)
+                # Allocated on the stream that fills it, as torch's allocator orders the reuse of memory by stream.
+                with torch.cuda.stream(self._in):
+                    buffer.memory = torch.empty(size, dtype=torch.uint8, device=self.device)
 
     def _copy_in(self, index: int, part: State) -> State:
         """Begin to copy a part into its buffer, as soon as the buffer's last contents have left."""
