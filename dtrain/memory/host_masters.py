@@ -77,7 +77,8 @@ def move_masters_to_host(model: nn.Module, dtype: torch.dtype) -> None:
             memory[: len(local)] = local
         replace_local_tensor(parameter, memory)
     # FSDP keeps references to the old local tensors. Loading a state dict, even an empty one, makes it look them up
-    # again. model.load_state_dict({}, strict=False)
+    # again.
+    model.load_state_dict({}, strict=False)
     for parameter, local in old_locals.items():
         memory = local_tensor(parameter)
         master = memory[: len(local)].as_subclass(HostMaster)
