@@ -326,7 +326,7 @@ def test_a_plan_is_handed_what_is_one_kernel_on_a_card():
         return function(*arguments)
 
     codes, scales = (torch.empty(8, n, dtype=kind, device="meta") for n, kind in ((32, torch.uint8), (1, torch.int32)))
-    for device, expected in (("cpu", []), ("cuda", [nf4._fill.function])):
+    for device, expected in (("cpu", []), ("cuda", [nf4._write_blocks.function])):
         with PlannedDevice(torch.device(device, 0), fuse=fuse), MetaKernels():
             assert nf4.dequantize(codes, scales, torch.bfloat16).shape == (8, 64)
         assert taken == expected
