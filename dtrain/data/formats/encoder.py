@@ -444,6 +444,7 @@ class RowEncoder:
         Raises:
             UserError: As `encode_chunk`.
         """
+        # Tokenized rows cost nothing to encode, and encoding also compares their ids with the vocabulary.
         read = self.encode_row if name == "tokenized" else self.row_content
         self.directory = Path(chunk.file).absolute().parent
         for _ in read_rows(chunk, columns, lambda row: read(row, name)):

@@ -171,7 +171,7 @@ class LabelledEncoder(Encoder):
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, **limits: Any):
         super().__init__(tokenizer, template, loss_on="completion", **limits)
         self._pairs = PairEncoder(tokenizer, template, **limits)
-        self._pairs.accepts_images = False
+        self._pairs.accepts_images = False  # KTO trains on text only
 
     def row_content(self, row: Mapping[str, Any], name: str) -> Any:
         """Return the content of the reply and the label, or of the pair."""

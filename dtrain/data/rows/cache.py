@@ -340,6 +340,7 @@ def open_cache(
         with tempfile.TemporaryDirectory() as scratch:
             meta = _write_samples(Path(scratch), sources, encoder, num_workers, progress, label)
             (Path(scratch) / META).write_text(json.dumps(meta))
+            # The directory is deleted on return. Files that are mapped stay readable until the process ends.
             return Samples(Path(scratch), weights, data_digests)
     root = Path(cache_dir).expanduser().resolve()  # a link may lead to a disk on which nothing exists yet
     directory = root / _cache_key(sources, encoder, data_digests)
@@ -379,6 +380,7 @@ def _make_cache(
     try:
         meta = _write_samples(partial_cache, sources, encoder, num_workers, progress, label)
         seal(partial_cache, directory.name, meta)
+        # The key was computed from the files before they were read. Rows with other content must not get this key.
         if _digest_data_files(sources, Ranks(single_process=True)) != data_digests:
             raise UserError(f"a file of the {label} changed while it was tokenised. Start the run again")
         publish(partial_cache, directory)

@@ -394,7 +394,7 @@ class Rows:
         if not self.packing:
             return min(WINDOW, self._order(epoch).total - window * WINDOW)
         if (epoch, window) not in self._num_rows:
-            self._pack_window(epoch, window)
+            self._pack_window(epoch, window)  # stores the number
         return self._num_rows[epoch, window]
 
 
