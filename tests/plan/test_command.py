@@ -120,6 +120,9 @@ def test_json_is_all_that_is_printed_and_config_json_all_that_is_read(tmp_path, 
     assert told.err == ""
     elements = 70_553_706_496
     assert plan["total_parameters"] == elements and plan["sizes"]["dp_shard"] == 32 and plan["dtype"] == "bfloat16"
+    # Readers of the JSON know these keys, whatever the attributes of `Sizes` are called.
+    keys = "world_size dp_replicate dp_shard cp tp global_batch micro_batch accumulation ep is_open"
+    assert sorted(plan["sizes"]) == sorted(keys.split())
     norms = (2 * 80 + 1) * 8192  # whole on every tp rank
     assert plan["memory"]["parameters"] == 4 * ((elements - norms) // 8 + norms) // 32
     assert plan["memory"]["optimizer_state"] == pytest.approx(2 * plan["memory"]["parameters"], rel=1e-5)
