@@ -24,6 +24,7 @@ from dtrain.base.hub import is_model_id
 from dtrain.commands.cli import _parser, main
 from dtrain.training import load_recipe
 from tests.pages import ROOT, Command
+from tests.policy.test_weights import free_port
 from tests.serve.serving import make_model, wait_until
 from tests.world import fork
 
@@ -54,6 +55,7 @@ ADDED = {
 }
 """The commands that run as they stand, and what is added to them."""
 OTHERS = {"vllm": "vllm", "python -m sglang.launch_server": "sglang"}
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 _STEP = re.compile(r"(.*/checkpoints)/step-\d+")
 _SERVED = "localhost:8000"
 
@@ -67,6 +69,8 @@ class Directory:
         self._ran: dict[str, tuple[str, ...]] = {}  # run's name -> the words that last started it
         self._server: multiprocessing.Process | None = None
         self.address = ""
+        self._nodes: list[subprocess.Popen] = []  # started by torchrun, and waiting for the nodes that are missing
+        self._port = 0  # at which the nodes of one run meet
 
     def fill(self, models: Path, *, makes_recipe: bool) -> "Directory":
         for name in MODELS:
@@ -90,6 +94,8 @@ class Directory:
             self._dtrain(words[1:], 1 if command.fails else 0)
         elif words[0] == "torchrun":
             self._torchrun(words[1:])
+        elif words[0] == "python" and words[1].endswith(".py"):
+            self._finish(self._start([sys.executable, *words[1:], *TINY]))
         elif words[0] == "curl":
             self._curl(words[1:])
         elif words[0].startswith("tools/"):
@@ -118,6 +124,10 @@ class Directory:
                 assert flag in told, flag
 
     def close(self) -> None:
+        for node in self._nodes:  # those whose other nodes a failed command never started
+            node.kill()
+            node.wait()
+        self._nodes.clear()
         if self._server is not None:
             os.kill(self._server.pid, signal.SIGTERM)
             self._server.join(20)
@@ -234,12 +244,42 @@ class Directory:
             assert isinstance(json.loads(text), dict)
 
     def _torchrun(self, words: list[str]) -> None:
+        """Run a script, or all nodes of a run on this machine; only check the recipe of one on other machines."""
         from torch.distributed.run import get_args_parser
 
         given = get_args_parser().parse_args(words)
-        assert given.module and given.training_script == "dtrain" and given.training_script_args[0] == "run"
-        world_size = int(given.nnodes.split(":")[-1]) * int(given.nproc_per_node)
+        num_nodes = int(given.nnodes.split(":")[-1])
+        if not given.module:
+            self._finish(self._start([*TORCHRUN, *words, *TINY]))
+            return
+        assert given.training_script == "dtrain" and given.training_script_args[0] == "run"
+        if num_nodes > 1 and given.master_addr == "127.0.0.1":
+            self._port = self._port or free_port()
+            words = [str(self._port) if word == str(given.master_port) else word for word in words]
+            self._nodes.append(self._start([*TORCHRUN, *words, *TINY]))
+            if len(self._nodes) == num_nodes:
+                while self._nodes:
+                    self._finish(self._nodes.pop())
+                self._port = 0
+            return
+        world_size = num_nodes * int(given.nproc_per_node)
         self.expect(["validate", *given.training_script_args[1:], *MANY_ROWS, "--world-size", str(world_size)])
+
+    def _start(self, words: list[str]) -> subprocess.Popen:
+        """Start a command in the directory as a process of its own."""
+        environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+        return subprocess.Popen(
+            words, cwd=self.path, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+
+    def _finish(self, process: subprocess.Popen) -> None:
+        """Wait for a process that must succeed."""
+        try:
+            output, _ = process.communicate(timeout=300)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            output, _ = process.communicate()
+        assert process.returncode == 0, f"{process.args}: status {process.returncode}\n{output}"
 
     def _cluster(self, words: list[str]) -> None:
         files = [word for word in words if word.endswith((".sh", ".yaml"))]

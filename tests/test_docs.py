@@ -32,14 +32,18 @@ PROMISED = (
     "dtrain/README.md",
     "README.md",
     "recipes/README.md",
+    "docs/glossary.md",
     "docs/gpus.md",
     "docs/images.md",
     "docs/install.md",
     "docs/coming-from.md",
     "docs/metrics.md",
+    "docs/models.md",
     "docs/real.md",
     "docs/recipe.md",
     "docs/traps.md",
+    "docs/troubleshooting.md",
+    *(f"docs/tutorials/{name}.md" for name in ("sft", "preferences", "grpo", "new-method", "two-nodes")),
     *(
         f"dtrain/{room}/README.md"
         for room in ("attention", "data", "parallel", "losses", "checkpoint", "rl", "methods")

@@ -239,7 +239,7 @@ def test_ci_runs_the_oldest_and_the_newest_torch():
     oldest, below = re.findall(r'"torch>=2\.(\d+),<2\.(\d+)"', (ROOT / "pyproject.toml").read_text())[0]
     [workflow] = (ROOT / ".github" / "workflows").iterdir()
     assert f'torch: ["2.{oldest}", "2.{int(below) - 1}"]' in workflow.read_text()
-    assert f"2.{oldest} to 2.{int(below) - 1}" in " ".join((ROOT / "README.md").read_text().split())
+    assert f"2.{oldest} to 2.{int(below) - 1}" in " ".join((ROOT / "docs" / "install.md").read_text().split())
 
 
 def test_setup_refuses_an_old_python(tmp_path):
