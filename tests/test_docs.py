@@ -80,7 +80,9 @@ def test_the_drawing_names_files_that_exist():
 @pytest.mark.parametrize("path", PAGES)
 def test_every_command_runs(path, model, tmp_path):
     found = page(path)
-    makes_recipe = any(command.words[:3] == ("dtrain", "cp", "sft") for command in found.commands)
+    makes_recipe = any(
+        command.words[:2] == ("dtrain", "cp") and command.words[-1] == "my.yaml" for command in found.commands
+    )
     directory = Directory(tmp_path).fill(model, makes_recipe=makes_recipe)
     for block in found.blocks:
         if block.language == "python" and (name := re.match(r"# (\w+\.py)\n", block.text)):

@@ -26,7 +26,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "recipe.md"
 HEAD = """# Every key of a recipe
 
 `tools/recipe_reference.py` writes this page from [dtrain/recipe/schema.py](../dtrain/recipe/schema.py) and the sections
-of [dtrain/methods](../dtrain/methods). A key that a recipe leaves out has its default.
+of [dtrain/methods](../dtrain/methods/README.md). A key that a recipe leaves out has its default.
 [recipes/README.md](../recipes/README.md) shows how to write recipes and overrides.
 """
 WORDS = {int: "whole number", float: "number", bool: "true, false", str: "text", type(None): "null", Any: "any value"}
