@@ -75,7 +75,7 @@ class StreamSpec:
 
 
 class RankStreams(NamedTuple):
-    """What one dp rank reports about its rows if the ranks do not agree.
+    """Report of one dp rank about its rows, which the ranks exchange if they do not agree.
 
     Attributes:
         problem: Error of this rank's own batch, or None.

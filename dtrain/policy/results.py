@@ -104,7 +104,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """One optimizer step.
+    """Result of an optimizer step.
 
     Attributes:
         grad_norm: Norm of the gradient of the whole model, before clipping. Not finite if the step was skipped.

@@ -534,7 +534,7 @@ class Scorer:
         return Ranks(self.mesh.dp.get_group()).gather_results(lambda: grids)
 
     def _packing(self, batch: Batch, has_document_mask: bool) -> Packing | None:
-        """Return where the documents of a micro-batch begin, for kernels that compute document by document.
+        """Return the starts of a micro-batch's documents, for kernels that compute document by document.
 
         It describes full rows, padded as they are sharded over cp. None for plain rows of one rank.
         """

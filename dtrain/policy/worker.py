@@ -296,7 +296,7 @@ class DTensorPolicyWorker(Policy):
         return {self.report_device_id(): (False, list(handles.items()))}
 
     def get_free_memory_bytes(self) -> int:
-        """Return how many bytes of this rank's device other tensors may use.
+        """Return the number of bytes of this rank's device that other tensors may use.
 
         On CUDA these are four fifths of the free memory, on a CPU this rank's share of the host's free memory.
         """

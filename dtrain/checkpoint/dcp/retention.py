@@ -1,4 +1,4 @@
-"""Which saves of a run are kept, when a run without progress ends, and the disk space that saves need.
+"""Retention of a run's saves, the end of a run without progress, and the disk space that saves need.
 
 `Retention` decides which saves are kept. `Patience` ends a run whose metric has not improved for too long. The disk
 space is the size of one save times the number of saves that exist at the same time.
@@ -19,7 +19,7 @@ from dtrain.recipe.schema import Checkpoint
 
 @dataclass(frozen=True)
 class Retention:
-    """Which saves are kept. A save is kept if at least one of the rules selects it.
+    """Rules for keeping saves. A save is kept if at least one of them selects it.
 
     Attributes:
         keep_last: Keep the newest saves, this many. None keeps all saves, whatever the other rules say.

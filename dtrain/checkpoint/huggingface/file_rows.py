@@ -1,4 +1,4 @@
-"""How the tensors of a model correspond to the tensors of its files.
+"""Correspondence between the tensors of a model and the tensors of its files.
 
 Most are the same. There are three exceptions, and only reading and writing need to know about them:
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FileRows:
-    """Where one tensor of a model is stored in the files.
+    """Location of a model's tensor in the files.
 
     Attributes:
         name: The tensor of the files.
@@ -130,7 +130,7 @@ class FileRows:
 
 @dataclass(frozen=True)
 class ExpertAdapterRows(FileRows):
-    """Where an adapter's A [E, r, in] or B [E, out, r] of a stack of experts is stored.
+    """Location of an adapter's A [E, r, in] or B [E, out, r] of a stack of experts.
 
     PEFT's files have matrices: A as [E · r, in], expert by expert, and B as [out, r · E], in which the E columns of the
     first rank come first.

@@ -484,7 +484,7 @@ class RunFacts:
 
 
 class BasePrecision(NamedTuple):
-    """How the base of an adapter was stored in training.
+    """Precision of an adapter's base in training.
 
     Attributes:
         in_4_bits: Whether linear layers were rounded to 4 bits.
@@ -496,7 +496,7 @@ class BasePrecision(NamedTuple):
 
 
 def training_precision_of_base(adapter: Path) -> BasePrecision:
-    """Return how the base of an adapter was stored in training.
+    """Return the precision of an adapter's base in training.
 
     This is known if the adapter's directory is `export/` of a run. Otherwise the base is used as its files are.
     """

@@ -49,7 +49,7 @@ def copy_companions(source: Path, target: Path, *, config: bool = False, chat_te
 
 
 def _has_chat_template(directory: Path) -> bool:
-    """Return whether a directory has a chat template, in a file of its own or in tokenizer_config.json."""
+    """Check for a chat template in a directory, as a file or in tokenizer_config.json."""
     if any(is_chat_template(name) for name in find_companions(directory)):
         return True
     try:

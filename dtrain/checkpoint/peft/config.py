@@ -138,7 +138,7 @@ def adapter_problems(section: Mapping[str, Any], model: ModelConfig) -> list[Pro
     wanted = tensors.adapter_shapes(config, model, ends)
 
     def is_optional(name: str) -> bool:
-        """Return whether a tensor is of a module in modules_to_save other than embedding and head."""
+        """Check whether a tensor belongs to a module in modules_to_save other than embedding and head."""
         module = from_tower_name(name.removeprefix(PREFIX)).rpartition(".")[0]
         return module not in EMBEDDING_AND_HEAD and bool(config.select_saved_modules([module]))
 
