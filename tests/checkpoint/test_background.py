@@ -111,7 +111,7 @@ def test_a_failed_save_is_known_at_once_and_raised_when_asked(tmp_path, one_proc
     saver.save(1, {"a": torch.ones(3)}, {})
     assert not saver.has_failed
     saver.store.go.release()
-    saver._flying.exception()
+    saver._save_in_flight.exception()
     assert saver.has_failed
     with pytest.raises(UserError, match="step-1 is already there"):
         saver.finish()
@@ -155,7 +155,7 @@ def full_disk_on_one_rank(rank, recipe, world_size):
             if step == 3 and rank == world_size - 1:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
             if step == 5:
-                self.saver._flying.exception()
+                self.saver._save_in_flight.exception()
 
     with ExitStack() as stack:
         trainer = Filling.open(recipe, Runtime(rank=rank, local_rank=rank, world_size=world_size), stack)

@@ -208,7 +208,7 @@ def refused(rank, recipe):
         (worker.report_node_ip_and_gpu_id, "report_node_ip_and_gpu_id: .* Ray"),
         (lambda: DTensorPolicyWorker({"model_name": "x"}, None), "needs a recipe of dtrain"),
         (lambda: DTensorPolicyWorker(config={"model_name": "x"}, tokenizer=None), "needs a recipe of dtrain"),
-        (lambda: DTensorPolicyWorker(*parts, processor=object()), "reads no config, tokenizer or processor"),
+        (lambda: DTensorPolicyWorker(*parts, processor=object()), "does not read a config, tokenizer or processor"),
     ):
         with pytest.raises(NotImplementedError, match=message):
             call()
