@@ -34,7 +34,7 @@ def test_generators_go_on_where_they_were():
 def test_a_resume_puts_them_where_they_were(monkeypatch):
     state = json.loads(json.dumps(random_state()))
     expected = draws()
-    monkeypatch.setattr(resume.config, "diff", lambda *recipes: [])
+    monkeypatch.setattr(resume.config, "diff_recipes", lambda *recipes: [])
     saved = SimpleNamespace(read_rank_state=lambda step: (state, 0)), {"recipe": "", "method": {}, "policy": {}}
     start = SimpleNamespace(saved=saved, step=1, verified=True)
     policy = SimpleNamespace(checkpoint=SimpleNamespace(load=lambda *step, **more: None))
