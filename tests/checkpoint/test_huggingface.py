@@ -160,7 +160,7 @@ def test_a_directory_that_is_no_checkpoint(tmp_path):
         read_weights(Tiny(), tmp_path)
     for text in ("{", "[]", "{}"):
         index.write_text(text)
-        with pytest.raises(UserError, match="index.json is damaged"):
+        with pytest.raises(UserError, match="index.json(:| is) damaged"):
             read_weights(Tiny(), tmp_path)
     index.unlink()
     with pytest.raises(UserError, match="neither model.safetensors nor .*; it has model-00001"):
