@@ -375,8 +375,10 @@ class Rollouts(BatchSource):
         # Micro-batches of a fixed number of rows: every rank gets the same number of rows, at most one less.
         has_fixed_rows = not (self.recipe.data.packing or self.method.is_dynamic())
         max_rows = -(-len(chosen) // num_ranks) if has_fixed_rows else None
-        shares = balance_by_cost(costs, num_ranks, max_rows)
-        return [[chosen[place] for place in share] for share in shares]
+        shares = []
+        for positions in balance_by_cost(costs, num_ranks, max_rows):  # positions in `chosen`
+            shares.append([chosen[position] for position in positions])
+        return shares
 
     def batch(self, rows: GlobalBatch) -> Batch:
         return self.buffer.batch(rows.samples, self.data)

@@ -98,9 +98,10 @@ class ScoredTask:
             completion = completion.replace(special, "")
         messages = [*_task_prompt(self._task), vf.AssistantMessage(content=completion)]
         nodes = []
-        for place, message in enumerate(messages):
-            is_completion = place == len(messages) - 1
-            nodes.append(vf.MessageNode(parent=place - 1 if place else None, message=message, sampled=is_completion))
+        for index, message in enumerate(messages):
+            parent = index - 1 if index > 0 else None
+            is_completion = index == len(messages) - 1
+            nodes.append(vf.MessageNode(parent=parent, message=message, sampled=is_completion))
         task = self._task
         trace = vf.Trace(
             task=vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash),
