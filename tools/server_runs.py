@@ -66,7 +66,7 @@ def check_runs(report: Report, root: Path, model: Path, server) -> None:
         ok = bool(behind) and max(behind) <= 4 and max(behind) > 0 and min(behind) == 0
         figure = f"{min(behind, default=0)} to {max(behind, default=0)}"
         report.holds(f"{name} ahead", "completions are 0 to 4 steps old, and some are old", ok, figure)
-    report.tells("run adapter", "auto took the adapter alone", log_of(root, "adapter"), "the adapter alone")
+    report.tells("run adapter", "auto chose the adapter", log_of(root, "adapter"), "only the adapter")
     finish(grpo(root, "changed", model, [server], *ways["adapter"]))
     compared = "an adapter on a server that got whole weights since"
     report.tells("run adapter", compared, log_of(root, "changed"), "engine and trainer disagree")

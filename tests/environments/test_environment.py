@@ -328,7 +328,7 @@ def test_what_an_environment_may_not_say(tmp_path):
         (
             Counting(2, observation=[{"role": "user", "content": {1, 2}}]),
             template,
-            "must be JSON, and: Object of type set",
+            "must be JSON: Object of type set",
         ),
         (Counting(2, ["1"]), template, "returned '1'. It must return a finite number"),
         (Counting(2, [math.inf]), template, "returned inf. It must return a finite number"),

@@ -144,7 +144,7 @@ FAILURES = {  # of a step; whether the process goes with it
     "raise": ("failed in step:\n", False),
     "quit": ("SystemExit: leaving", False),
     "word": ("step returned '1.0'. It must return a finite number or None", False),
-    "infinite": ("step returned inf. It must return a finite number or None is needed", False),
+    "infinite": ("step returned inf. It must return a finite number or None", False),
     "large": ("step returned 1e+308. It must return a number of at most 1e+30 in size, or None", False),
     "hang in c": ("their process took longer than 0.5 s (grpo.environment_timeout) in step", True),
     "exit": ("their process ended its process with status 7 in step", True),
@@ -153,7 +153,7 @@ FAILURES = {  # of a step; whether the process goes with it
 OBSERVATIONS = {
     "raise": "failed in observe:\n",
     "number": "observe returned 3. It must return a text or a list of messages",
-    "set": "messages must be JSON, and: Object of type set",
+    "set": "Messages must be JSON: Object of type set",
 }
 MAKES = {
     "hang": "make took longer than 0.5 s (grpo.environment_timeout)",

@@ -110,7 +110,7 @@ ROWS = (
                          ("one", "returns one value, or nothing"), ("none", "returns one value, or nothing"),
                          ("by_place", "has the positional-only parameters completions"),
                          ("wants", "takes gold, which is no column"))),
-    _one("grpo.rewards=[{fn: ./mixed.py:short}]", "write module.function, without .py, such as mixed.short",
+    _one("grpo.rewards=[{fn: ./mixed.py:short}]", "Write module.function, without .py, such as mixed.short",
          base="grpo"),
     _one("data.train.path={root}/judged.jsonl", "judged.jsonl:2", "label is false", "method=kto",
          files={"judged.jsonl": _rows(*({"prompt": "w3", "completion": "w4", "label": one} for one in (True, False)))}),
