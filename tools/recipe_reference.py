@@ -59,6 +59,7 @@ def _sections(hint: Any, ending: str = "") -> dict[Any, str]:
 
 def _section(section: type, places: dict[type, str]) -> str:
     place, hints, texts = places[section], get_type_hints(section), _texts(section, places)
+    ranges = get_type_hints(section, include_extras=True)
     prefix = f"{place}." if place and " " not in place else ""
     rows = ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
     for field in fields(section):
@@ -68,7 +69,8 @@ def _section(section: type, places: dict[type, str]) -> str:
         links = {one: f"[section](#{re.sub(r'[^a-z_-]', '', places[one].replace(' ', '-'))})" for one in inner}
         text = texts[field.name] or _told(inner[0], places)
         default = "" if links and field.default is MISSING else f"`{_default(field)}`"
-        cells = (f"`{prefix}{field.name}`", _kind(hints[field.name], links), default, text)
+        kind = _switch(ranges[field.name]) or _kind(hints[field.name], links)
+        cells = (f"`{prefix}{field.name}`", kind, default, text)
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join([f"## {place or 'The root'}", "", _told(section, places), "", *rows, ""])
 
@@ -83,7 +85,7 @@ def _texts(section: type, places: dict[type, str]) -> dict[str, str]:
     """Field -> the text under it, of the class and of those above it that are no sections of their own."""
     found: dict[str, str] = {}
     for one in reversed(section.__mro__):
-        if one.__module__ == "types":  # of `recipe_type`, whose sections speak for themselves
+        if one.__module__ == "types":  # of `make_recipe_type`, whose sections speak for themselves
             found |= {field.name: "" for field in fields(one) if field.name not in found}
             continue
         if not is_dataclass(one) or one in places and one is not section:
@@ -96,6 +98,15 @@ def _texts(section: type, places: dict[type, str]) -> dict[str, str]:
             elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and name:
                 found[name] = " ".join(str(node.value.value).split())
     return found
+
+
+def _switch(hint: Any) -> str:
+    """Return the values of a key whose range is such as "auto, true or false". Empty for any other key."""
+    for _, phrase in getattr(hint, "__metadata__", ()):
+        match = re.fullmatch(r"(\w+), true or false", phrase)
+        if match:
+            return f"`{match[1]}`, `true`, `false`"
+    return ""
 
 
 def _kind(hint: Any, links: dict[type, str]) -> str:

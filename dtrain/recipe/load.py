@@ -1,7 +1,14 @@
-"""Loading of recipes: YAML, a shipped recipe's name or a mapping, and `key=value` overrides, to a typed `Recipe`.
+"""Loading of recipes: a file, a shipped recipe's name or a mapping, with `key=value` overrides, to a typed `Recipe`.
 
-Order: the schema's defaults, then the recipe, then the overrides; then interpolations; then every key and type is
-checked, and all problems are reported at once.
+The values are applied in this order, and a later one replaces an earlier one:
+
+1. the defaults of the schema,
+2. the recipe,
+3. the overrides.
+
+Interpolations (`${...}`) are resolved after that, and then all keys, types and choices are checked. All problems are
+reported together. For example, `load("my.yaml", ["optimizer.lr=1e-5"])` with a misspelled key in the file and one in
+an override raises one `RecipeError` that lists both.
 """
 
 import io
@@ -10,7 +17,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast, get_type_hints
+from typing import TYPE_CHECKING, Any, NamedTuple, cast, get_type_hints
 
 import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -46,17 +53,37 @@ if TYPE_CHECKING:
     from dtrain.recipe.other_tools import Conversion
 
 MAX_RECIPE_BYTES = 1 << 20
-MAX_DEPTH = 32  # levels of a recipe or a value; what reads them recurses, at most about ten frames a level
+# Levels of nesting in a recipe or in the value of an override. The functions that read a value recurse, with at most
+# about ten Python frames for each level, so this limit keeps them well below Python's recursion limit.
+MAX_DEPTH = 32
 _NO_RECIPE = "{} is not a recipe: its top level must be a mapping such as `train: {{steps: 100}}`"
-MIN_FOREIGN_KEYS = 5  # keys of another tool that make a recipe one of its own
-EXCLUSIVE_KEYS = (  # keys that exclude each other, and the value of either that asks for nothing
-    ("train.steps", "train.epochs", None),
-    ("data.train.path", "data.train.sources", None),
-    ("data.val.path", "data.val.sources", None),
-    ("lora.path", "checkpoint.init_from", None),
-    ("train.dynamic_batch", "data.packing", False),
-    ("parallel.optimizer_offload", "parallel.cpu_offload", False),
+# A file with at least this many keys of another tool is a recipe of that tool, even if it has a model.path as well.
+MIN_FOREIGN_KEYS = 5
+
+
+class ExclusiveKeys(NamedTuple):
+    """Two keys that exclude each other.
+
+    Attributes:
+        first: One key.
+        second: The other key.
+        unset: The value of either key that switches it off.
+    """
+
+    first: str
+    second: str
+    unset: bool | None
+
+
+EXCLUSIVE_KEYS = (
+    ExclusiveKeys("train.steps", "train.epochs", None),
+    ExclusiveKeys("data.train.path", "data.train.sources", None),
+    ExclusiveKeys("data.val.path", "data.val.sources", None),
+    ExclusiveKeys("lora.path", "checkpoint.init_from", None),
+    ExclusiveKeys("train.dynamic_batch", "data.packing", False),
+    ExclusiveKeys("parallel.optimizer_offload", "parallel.cpu_offload", False),
 )
+# Keys whose values are local paths: `~` is expanded in them.
 _PATHS = (
     "model.path",
     "lora.path",
@@ -71,13 +98,19 @@ _PATHS = (
 def load(
     recipe: str | Path | Mapping | Recipe, overrides: Sequence[str] = (), *, sections: Mapping[str, type]
 ) -> LoadedRecipe:
-    """Load the recipe at a path, of a shipped name, or in a mapping, with `key=value` overrides (OmegaConf's dotlist).
+    """Load a recipe.
 
-    sections: of the methods, by name. It is asked for those of the recipe's method and of its keys, and where there are
-    problems for all. `dtrain.training.load_recipe` has those of dtrain.
+    `dtrain.training.load_recipe` calls this function with the sections of dtrain's own methods.
 
-    Raises UserError: no such recipe, or not YAML. RecipeError: every unknown key, wrong type or choice, and
-    interpolation that leads nowhere.
+    Args:
+        recipe: The path of a file, the name of a shipped recipe, a mapping, or a `Recipe`.
+        overrides: `key=value` texts in OmegaConf's dotlist grammar, such as "optimizer.lr=1e-5".
+        sections: The dataclass of each method's section, by the method's name. A mapping that imports lazily is asked
+            only for the sections that the recipe uses, and for all of them if there are problems.
+
+    Raises:
+        UserError: If there is no such recipe, or the file is not YAML.
+        RecipeError: With a problem for each unknown key, wrong type, unknown choice and unresolvable interpolation.
     """
     loaded, problems = load_with_problems(recipe, overrides, sections=sections)
     if problems:
@@ -88,112 +121,187 @@ def load(
 def load_with_problems(
     recipe: str | Path | Mapping | Recipe, overrides: Sequence[str] = (), *, sections: Mapping[str, type]
 ) -> tuple[LoadedRecipe, list[Problem]]:
-    """Load as `load` does, but return the problems that RecipeError would list, and the recipe without wrong keys."""
-    stem = None
-    if isinstance(recipe, str | Path):
-        path = find_recipe(recipe)
-        stem, written = path.stem, _read(path, sections)
-    elif isinstance(recipe, LoadedRecipe):
-        written = source_tree(recipe)
-    else:
-        tree: Any = asdict(recipe) if isinstance(recipe, Recipe) else recipe
-        written = _tree(OmegaConf.create(tree))
-        if isinstance(recipe, Recipe) and not recipe.method:
-            del written["method"]
+    """Load a recipe as `load` does, but return the problems instead of raising them.
+
+    Returns:
+        The recipe, in which every key with a problem has its default, and the problems.
+    """
+    stem, written = _read_source(recipe, sections)
     problems: list[Problem] = []
-    named = {
-        *written,
-        *(_head(key.partition("=")[0]) for key in overrides),
-        *re.findall(r"\$\{\s*(\w+)", f"{written}{overrides}"),
-    }
-    named.add(_method_of(written, overrides, sections))
-    kind = make_recipe_type(sections, named)
+
+    # Only the sections that the recipe mentions become part of its type: importing the other methods costs time.
+    mentioned = _mentioned_names(written, overrides)
+    mentioned.add(_method_of(written, overrides, sections))
+    kind = make_recipe_type(sections, mentioned)
     config = OmegaConf.create(merge_trees(asdict(kind()), written))
     for override in overrides:
         _apply(config, override, kind, problems)
     _unset_excluded(config, overrides)
-    chosen = OmegaConf.select(config, "method", throw_on_resolution_failure=False)
-    chosen = chosen if chosen in [*sections] else kind().method
-    if chosen not in named:
-        kind = make_recipe_type(sections, {*named, chosen})
-        config = OmegaConf.create(merge_trees(asdict(kind()), _tree(config)))
+
+    # The method may come from an interpolation, which is resolved only now. Its section is then added to the type.
+    method = OmegaConf.select(config, "method", throw_on_resolution_failure=False)
+    if method not in list(sections):
+        method = kind().method
+    if method not in mentioned:
+        kind = make_recipe_type(sections, {*mentioned, method})
+        config = OmegaConf.create(merge_trees(asdict(kind()), _to_tree(config)))
+
     values = _resolve(config, "", problems)
-    made = build_recipe(kind, values, problems)
-    method = (
-        made.method if "method" in written or any(override.startswith("method=") for override in overrides) else None
-    )
-    if problems and (foreign := convert_foreign_recipe(written, made.model.path, method, sections=sections)):
-        problems.append(Problem("", "\n      ".join(foreign.answer().splitlines())))
-    if made.run.name is None:
-        made.run.name = _default_name(made, stem, written)
-    for section, key in (path.split(".") for path in _PATHS):
-        value = getattr(getattr(made, section), key, None)
-        if value and re.match(r"\$\w", value):
-            name = re.findall(r"\w+", value)[0]
-            text = f"{section}.{key}={value}: no shell reads this; write ${{oc.env:{name}}} for ${name}"
-            problems.append(Problem(f"{section}.{key}", text))
-        if value and value.startswith("~"):
-            setattr(getattr(made, section), key, str(Path(value).expanduser()))
-    loaded = with_origins(made, _tree(config), values, lambda raw: _resolve(OmegaConf.create(raw), "", []))
+    typed = build_recipe(kind, values, problems)
+
+    if problems:
+        has_method = "method" in written or any(override.startswith("method=") for override in overrides)
+        known_method = typed.method if has_method else None
+        conversion = convert_foreign_recipe(written, typed.model.path, known_method, sections=sections)
+        if conversion is not None:
+            problems.append(Problem("", "\n      ".join(conversion.answer().splitlines())))
+    if typed.run.name is None:
+        typed.run.name = _default_name(typed, stem, written)
+    _expand_paths(typed, problems)
+
+    loaded = with_origins(typed, _to_tree(config), values, _resolve_tree)
     loaded.unused_keys += _of_other_methods(values, written, overrides, sections, isinstance(recipe, Recipe))
-    for place, value in secrets.iterate_leaves(values):
+    for path, value in secrets.iterate_leaves(values):
         if isinstance(value, str) and secrets.HIDDEN in value:
-            key = secrets.dotted_key(place)
-            problems.append(Problem(key, f"{key} was hidden when this was saved", "Give it as ${oc.env:NAME}"))
+            key = secrets.dotted_key(path)
+            text = f"{key} is a secret, which was hidden when this recipe was saved"
+            problems.append(Problem(key, text, "Give it as ${oc.env:NAME}"))
     return loaded, [problem.reworded(lambda text: redact(text, loaded)) for problem in problems]
+
+
+def _read_source(recipe: str | Path | Mapping | Recipe, sections: Mapping[str, type]) -> tuple[str | None, dict]:
+    """Return the stem of the recipe's file (None without a file), and the tree of the keys that are written in it."""
+    if isinstance(recipe, str | Path):
+        path = find_recipe(recipe)
+        return path.stem, _read_file(path, sections)
+    if isinstance(recipe, LoadedRecipe):
+        return None, source_tree(recipe)
+    if isinstance(recipe, Recipe):
+        tree = _to_tree(OmegaConf.create(asdict(recipe)))
+        if not recipe.method:
+            del tree["method"]
+        return None, tree
+    return None, _to_tree(OmegaConf.create(cast(Any, recipe)))
+
+
+def _mentioned_names(written: Mapping, overrides: Sequence[str]) -> set[Any]:
+    """Return the names of all sections that the recipe, the overrides or an interpolation in them mention."""
+    names = set(written)
+    for override in overrides:
+        names.add(_section_name(override.partition("=")[0]))
+    names.update(re.findall(r"\$\{\s*(\w+)", f"{written}{overrides}"))
+    return names
+
+
+def _expand_paths(recipe: Recipe, problems: list[Problem]) -> None:
+    """Expand `~` in the recipe's paths, and report paths with a shell variable, which nothing expands."""
+    for path_key in _PATHS:
+        section_name, name = path_key.split(".")
+        section = getattr(recipe, section_name)
+        value = getattr(section, name, None)
+        if not value:
+            continue
+        if re.match(r"\$\w", value):
+            variable = re.findall(r"\w+", value)[0]
+            text = f"{path_key}={value}: no shell reads this; write ${{oc.env:{variable}}} for ${variable}"
+            problems.append(Problem(path_key, text))
+        if value.startswith("~"):
+            setattr(section, name, str(Path(value).expanduser()))
+
+
+def _resolve_tree(tree: dict) -> dict:
+    """Return `tree` with its interpolations resolved, without those that cannot be."""
+    return _resolve(OmegaConf.create(tree), "", [])
 
 
 def _method_of(written: Mapping, overrides: Sequence[str], sections: Mapping[str, type]) -> str:
     """Return the method that the overrides or the recipe name, else the first. Interpolations are not resolved."""
-    given = [text for key, _, text in (override.partition("=") for override in overrides) if key == "method"]
-    method = given[-1] if given else written.get("method")
-    return method if method in [*sections] else next(iter(sections))
+    method = written.get("method")
+    for override in overrides:
+        key, _, text = override.partition("=")
+        if key == "method":
+            method = text
+    names = list(sections)
+    return method if method in names else names[0]
 
 
 def _default_name(recipe: Recipe, stem: str | None, written: Mapping) -> str:
-    """Return `run.name` of a recipe without one: the stem of a file that names its model. A general recipe, to which
-    the model is given, trains many: the model's name comes first, so that two models are two runs."""
-    section = written.get("model")
-    names_model = isinstance(section, Mapping) and section.get("path") is not None
-    base, model = stem or recipe.method, recipe.model.path or ""
+    """Return `run.name` for a recipe without one.
+
+    A file that names its model gives its stem. A general recipe is used for many models, so the model's name is put in
+    front: two models are then two runs. For example, `sft` with Qwen/Qwen3-0.6B and `lora` is "qwen3-0.6b-lora-sft".
+    """
+    model_section = written.get("model")
+    names_model = isinstance(model_section, Mapping) and model_section.get("path") is not None
     if stem is not None and names_model:
         return stem
-    snapshot = re.search(r"models--[^/]+--([^/]+)/snapshots/", model)  # of the hub's cache
-    parts = [part for part in Path(model).parts if part != "export"]  # of a run: its name
-    name = snapshot[1] if snapshot else parts[-1] if parts else ""
-    words = [re.sub(r"[^a-z0-9._-]+", "-", name.lower()).strip("-.")]
+    base = stem or recipe.method
+
+    model = recipe.model.path or ""
+    snapshot = re.search(r"models--[^/]+--([^/]+)/snapshots/", model)
+    parts = [part for part in Path(model).parts if part != "export"]
+    if snapshot:  # a directory of the hub's cache
+        model_name = snapshot[1]
+    elif parts:  # for an export of a run, runs/NAME/export, this is the run's name
+        model_name = parts[-1]
+    else:
+        model_name = ""
+
+    words = []
+    normalized = re.sub(r"[^a-z0-9._-]+", "-", model_name.lower()).strip("-.")
+    if normalized:
+        words.append(normalized)
     if recipe.lora is not None and "lora" not in base:
         words.append("lora" if recipe.lora.quantize == "none" else "qlora")
-    return "-".join([word for word in words if word] + [base])
+    return "-".join([*words, base])
 
 
-def _read(path: Path, sections: Mapping[str, type]) -> dict:
+def _read_file(path: Path, sections: Mapping[str, type]) -> dict:
+    """Read a recipe's file. Raises UserError if it is not YAML, too large, or not a mapping."""
     text = read_text(path, MAX_RECIPE_BYTES)
     try:
         if _is_too_deep(text):
             raise UserError(f"{path} is not a recipe: it is nested too deep")
-        check_json_size(typed := yaml.load(text, Loader=yaml.BaseLoader), MAX_ENTRIES)
+        # BaseLoader keeps every scalar as the text that was typed, which `_restore_texts` needs.
+        typed = yaml.load(text, Loader=yaml.BaseLoader)
+        check_json_size(typed, MAX_ENTRIES)
         if typed and not isinstance(typed, dict):
             raise UserError(_NO_RECIPE.format(path))
         config = OmegaConf.load(io.StringIO(text))
     except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        line = f":{mark.line + 1}" if mark else ""
-        near = text.splitlines()[max(0, mark.line - 1) : mark.line + 1] if mark else []
-        hint = spelling.pasted_character_hint(" ".join(near)) or spelling.yaml_hint(error.problem)
-        raise UserError(f"{path}{line} is not YAML: {error.problem or error.context}{hint}") from error
-    except RecursionError:  # called from deep in another program
+        raise UserError(_yaml_error_message(path, text, error)) from error
+    except RecursionError:  # if this function is called from deep within another program
         raise UserError(f"{path} is not a recipe: it is nested too deep") from None
     except (yaml.YAMLError, ValueError, OSError, OmegaConfBaseException) as error:
         raise UserError(f"{path} is not YAML: {first_line(error)}{spelling.yaml_hint(error)}") from error
     if not isinstance(config, DictConfig):
         raise UserError(_NO_RECIPE.format(path))
-    return _as_typed(make_recipe_type(sections, config), _tree(config), typed)
+    return _restore_texts(make_recipe_type(sections, config), _to_tree(config), typed)
+
+
+def _yaml_error_message(path: Path, text: str, error: yaml.MarkedYAMLError) -> str:
+    """Return the message for a file that is not YAML, with the line and a hint for frequent mistakes."""
+    mark = error.problem_mark
+    line, nearby_lines = "", []
+    if mark is not None:
+        line = f":{mark.line + 1}"
+        nearby_lines = text.splitlines()[max(0, mark.line - 1) : mark.line + 1]
+    hint = spelling.pasted_character_hint(" ".join(nearby_lines)) or spelling.yaml_hint(error.problem)
+    return f"{path}{line} is not YAML: {error.problem or error.context}{hint}"
 
 
 def _is_too_deep(text: str, level: int = 0) -> bool:
-    """Return whether `text`, itself at `level`, nests mappings and lists deeper than `DEPTH` levels. YAML's events are
-    read without recursion, so the answer does not depend on how full the stack is. Raises YAMLError."""
+    """Check whether YAML nests mappings and lists deeper than `MAX_DEPTH` levels.
+
+    The events of the parser are read without recursion, so the result does not depend on how full the stack is.
+
+    Args:
+        text: YAML.
+        level: The level at which the text is in a recipe.
+
+    Raises:
+        YAMLError: If `text` is not YAML.
+    """
     for event in yaml.parse(text, Loader=yaml.BaseLoader):
         if isinstance(event, yaml.CollectionStartEvent):
             level += 1
@@ -204,197 +312,263 @@ def _is_too_deep(text: str, level: int = 0) -> bool:
     return False
 
 
-def _as_typed(hint: Any, value: Any, typed: Any) -> Any:
-    """Return `value` as YAML reads it, but where `hint` wants text and no number, a number as it was `typed`: a run may
-    be called 1e3, or 007."""
-    kinds = type_alternatives(hint)
-    section = find_section_type(kinds)
+def _restore_texts(hint: Any, value: Any, typed: Any) -> Any:
+    """Undo YAML's conversion of a text that looks like a number, for keys that take texts and no numbers.
+
+    A run may have the name 1e3 or 007: YAML reads these as the numbers 1000.0 and 7.
+
+    Args:
+        hint: The type of the key.
+        value: The value as YAML reads it.
+        typed: The same value with every scalar as the text that was typed.
+    """
+    alternatives = type_alternatives(hint)
+    section = find_section_type(alternatives)
     if section and isinstance(value, dict) and isinstance(typed, dict):
-        hints, table = get_type_hints(section), named_section_type(hint)
-        return {key: _as_typed(hints.get(key, table), inner, typed.get(str(key))) for key, inner in value.items()}
-    entry = find_entry_type(kinds)
+        hints = get_type_hints(section)
+        entry_hint = named_section_type(hint)
+        restored = {}
+        for key, inner in value.items():
+            restored[key] = _restore_texts(hints.get(key, entry_hint), inner, typed.get(str(key)))
+        return restored
     if isinstance(value, list) and isinstance(typed, list) and len(value) == len(typed):
-        return [_as_typed(entry, inner, other) for inner, other in zip(value, typed, strict=True)]
+        entry_hint = find_entry_type(alternatives)
+        return [_restore_texts(entry_hint, inner, text) for inner, text in zip(value, typed, strict=True)]
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return typed if is_number and isinstance(typed, str) and str in kinds and not {int, float} & {*kinds} else value
+    takes_text_only = str in alternatives and int not in alternatives and float not in alternatives
+    if is_number and isinstance(typed, str) and takes_text_only:
+        return typed
+    return value
 
 
-def _tree(config: DictConfig) -> dict[str, Any]:
-    """Return `config` as plain containers, interpolations as they are written."""
+def _to_tree(config: DictConfig) -> dict[str, Any]:
+    """Return `config` as dicts and lists, with interpolations as they are written."""
     return cast(dict[str, Any], OmegaConf.to_container(config))
 
 
 def _apply(config: DictConfig, override: str, kind: type[Recipe], problems: list[Problem]) -> None:
+    """Apply a `key=value` override to `config` in place, or add a problem."""
     key, equals, text = override.partition("=")
     if not equals or not key or key.startswith("-"):
-        word = key.lstrip("-").partition(":")[0]
-        answer = spelling.explain_unknown_key(word) if word not in list_keys(kind.method_sections) else None
-        wrong = f"{override}: an override is written key=value, without dashes, such as optimizer.lr=1e-5"
-        problems.append(Problem(word, wrong + (f"; {word}: {answer}" if answer else "")))
+        problems.append(_malformed_override(override, key, kind))
         return
-    shown = f"{key}={secrets.HIDDEN}" if any(map(secrets.is_secret_name, key.split("."))) else override
+    is_secret = any(secrets.is_secret_name(part) for part in key.split("."))
+    shown = f"{key}={secrets.HIDDEN}" if is_secret else override
     too_deep = Problem(key, f"{key}: the value is nested too deep")
     try:
         if _is_too_deep(text, key.count(".") + key.count("[")):
             problems.append(too_deep)
             return
-        value = _tree(OmegaConf.from_dotlist([f"value={text}"]))["value"]
-        value = _as_typed(find_type(kind, key), value, yaml.load(text, Loader=yaml.BaseLoader))
+        value = _to_tree(OmegaConf.from_dotlist([f"value={text}"]))["value"]
+        value = _restore_texts(find_type(kind, key), value, yaml.load(text, Loader=yaml.BaseLoader))
         old = OmegaConf.select(config, key, throw_on_resolution_failure=False)
-        OmegaConf.update(config, key, value, merge=isinstance(old, DictConfig) and isinstance(value, dict))
+        # A mapping is merged into a section; any other value replaces the old one.
+        is_merged = isinstance(old, DictConfig) and isinstance(value, dict)
+        OmegaConf.update(config, key, value, merge=is_merged)
     except yaml.YAMLError as error:
         reason = getattr(error, "problem", None) or error
-        quoted = f"; if it is text, quote it for YAML: '{key}=\"{text}\"'" if '"' not in text else ""
-        if text[:1] in "[{" and text[:1] and text.count(text[0]) > text.count("]" if text[0] == "[" else "}"):
-            quoted = f"; the bracket is not closed: where the shell split it at a blank, quote all: '{key}={text} ...'"
-        problems.append(Problem(key, f"{shown}: the value is not YAML ({reason}){quoted}"))
+        problems.append(Problem(key, f"{shown}: the value is not YAML ({reason}){_quoting_hint(key, text)}"))
     except (OmegaConfBaseException, IndexError, TypeError) as error:
         problems.append(Problem(key, f"{shown}: {first_line(error)}"))
-    except RecursionError:  # called from deep in another program
+    except RecursionError:  # if this function is called from deep within another program
         problems.append(too_deep)
-    except ValueError:  # a name where OmegaConf takes the number of an entry
+    except ValueError:  # the key has a name where OmegaConf needs the number of a list's entry
         section, _, name = key.rpartition(".")
         fix = f"name an entry by its number, {section}[0].{name}"
         problems.append(Problem(key, f"{shown}: {section} is a list; {fix}"))
 
 
+def _malformed_override(override: str, key: str, kind: type[Recipe]) -> Problem:
+    """Return the problem of an override that is not `key=value`."""
+    text = f"{override}: an override is written key=value, without dashes, such as optimizer.lr=1e-5"
+    word = key.lstrip("-").partition(":")[0]
+    if word not in list_keys(kind.method_sections):
+        explanation = spelling.explain_unknown_key(word)
+        if explanation:
+            text += f"; {word}: {explanation}"
+    return Problem(word, text)
+
+
+def _quoting_hint(key: str, text: str) -> str:
+    """Return the hint for the value of an override that is not YAML: an open bracket, or a text without quotes."""
+    if text[:1] in ("[", "{"):
+        closing = "]" if text[0] == "[" else "}"
+        if text.count(text[0]) > text.count(closing):
+            return f"; the bracket is not closed: where the shell split it at a blank, quote all: '{key}={text} ...'"
+    if '"' in text:
+        return ""
+    return f"; if it is text, quote it for YAML: '{key}=\"{text}\"'"
+
+
 def _unset_excluded(config: DictConfig, overrides: Sequence[str]) -> None:
-    """Unset the keys that exclude one which an override sets, unless an override sets them too."""
-    typed = {override.partition("=")[0] for override in overrides}
+    """Unset the keys that exclude one which an override sets, unless an override sets both.
+
+    For example, `train.epochs=2` for a recipe with `train.steps: 100` means two epochs, so `train.steps` becomes null.
+    """
+    overridden = {override.partition("=")[0] for override in overrides}
     for first, second, unset in EXCLUSIVE_KEYS:
         for key, other in ((first, second), (second, first)):
-            values = [OmegaConf.select(config, name, throw_on_resolution_failure=False) for name in (key, other)]
-            asks = unset not in values and None not in values and values[0] != "auto"
-            if key in typed and other not in typed and asks:
+            if key not in overridden or other in overridden:
+                continue
+            value = OmegaConf.select(config, key, throw_on_resolution_failure=False)
+            other_value = OmegaConf.select(config, other, throw_on_resolution_failure=False)
+            are_both_set = unset not in (value, other_value) and None not in (value, other_value)
+            if are_both_set and value != "auto":
                 OmegaConf.update(config, other, unset)
+    # scheduler.warmup_steps takes precedence over scheduler.warmup, so it would hide an override of the latter.
     steps = OmegaConf.select(config, "scheduler.warmup_steps", throw_on_resolution_failure=False)
-    if "scheduler.warmup" in typed and "scheduler.warmup_steps" not in typed and steps is not None:  # they would win
+    if "scheduler.warmup" in overridden and "scheduler.warmup_steps" not in overridden and steps is not None:
         OmegaConf.update(config, "scheduler.warmup_steps", None)
 
 
 def _resolve(node: DictConfig | ListConfig, prefix: str, problems: list[Problem]) -> Any:
-    """Return `node` as plain containers, its interpolations resolved; those that fail are left out and reported."""
+    """Return `node` as dicts and lists with its interpolations resolved. Those that fail are left out and reported."""
     plain = OmegaConf.to_container(node)
     if not any(isinstance(value, str) and "${" in value for _, value in secrets.iterate_leaves(plain)):
         return plain
-    listed = isinstance(node, ListConfig)
+    is_list = isinstance(node, ListConfig)
     values: dict = {}
-    keys: Iterable[Any] = range(len(node)) if listed else node.keys()
+    keys: Iterable[Any] = range(len(node)) if is_list else node.keys()
     for key in keys:
-        dotted = f"{prefix.rstrip('.')}[{key}]" if listed else f"{prefix}{key}"
+        dotted = f"{prefix.rstrip('.')}[{key}]" if is_list else f"{prefix}{key}"
         if OmegaConf.is_missing(node, key):
             values[key] = UNSET
             continue
         try:
             value = node[key]
         except (OmegaConfBaseException, RecursionError) as error:
-            reason = first_line(error)
-            absent = re.search(r"Environment variable '(.+?)' not found", str(error))
-            if absent:
-                reason = f"the environment has no {absent[1]}: export it, or write ${{oc.env:{absent[1]},default}}"
-            elif other := re.search(r"Interpolation key '([A-Z_]+)' not found", str(error)):
-                reason = f"the recipe has no key {other[1]} to take it from; of the environment: ${{oc.env:{other[1]}}}"
-            problems.append(Problem(dotted, f"{dotted}: {reason}"))
-            if listed:
-                values[key] = None  # what follows it keeps its place
+            problems.append(Problem(dotted, f"{dotted}: {_interpolation_error(error)}"))
+            if is_list:
+                values[key] = None  # so that the entries after this one keep their index
             continue
         values[key] = _resolve(value, f"{dotted}.", problems) if OmegaConf.is_config(value) else value
-    return list(values.values()) if listed else values
+    return list(values.values()) if is_list else values
+
+
+def _interpolation_error(error: Exception) -> str:
+    """Return the message for an interpolation that cannot be resolved."""
+    variable = re.search(r"Environment variable '(.+?)' not found", str(error))
+    if variable:
+        name = variable[1]
+        return f"the environment has no {name}: export it, or write ${{oc.env:{name},default}}"
+    key = re.search(r"Interpolation key '([A-Z_]+)' not found", str(error))
+    if key:
+        # A key in capitals is most likely meant as an environment variable.
+        return f"the recipe has no key {key[1]} to take it from; of the environment: ${{oc.env:{key[1]}}}"
+    return first_line(error)
 
 
 def _of_other_methods(
-    values: Mapping, tree: Mapping, overrides: Sequence[str], sections: Mapping[str, type], is_made: bool
+    values: Mapping, tree: Mapping, overrides: Sequence[str], sections: Mapping[str, type], is_typed: bool
 ) -> list[str]:
-    """Return the given keys of sections that another method alone reads. A saved recipe holds all keys of its method's
-    section: of these, and of a recipe that `is_made` already, the keys that are not at their defaults."""
-    method, others = values.get("method"), [name for name in sections if name != values.get("method")]
-    if method not in [*sections]:  # which is said elsewhere
+    """Return the keys that only other methods than the recipe's read.
+
+    A saved recipe contains every key of a section. In a saved recipe, and in one that `is_typed` already, only the keys
+    that differ from their defaults count.
+
+    Args:
+        values: The recipe, resolved.
+        tree: The recipe as it is written, without overrides.
+        overrides: `key=value` texts.
+        sections: The sections of all methods.
+        is_typed: Whether the recipe was a `Recipe`.
+    """
+    method = values.get("method")
+    if method not in list(sections):  # a problem that is reported elsewhere
         return []
-    keys = []
-    for name in others:
+    other_methods = [name for name in sections if name != method]
+    unused = []
+    for name in other_methods:
         if name not in tree:
             continue
-        defaults, written = flatten(asdict(sections[name]()), f"{name}."), tree[name] or {}
-        own = flatten(values[name], f"{name}.") if isinstance(values[name], Mapping) else {}
-        named = flatten(written, f"{name}.") if isinstance(written, Mapping) else {name: written}
-        is_saved = is_made or defaults.keys() <= named.keys()
-        keys += [key for key in named if not is_saved or own.get(key) != defaults.get(key)]
-    pairs = (override.partition("=") for override in overrides)
-    keys += [key for key, equals, _ in pairs if equals and _head(key) in others]
-    return list(dict.fromkeys(keys))
+        defaults = flatten(asdict(sections[name]()), f"{name}.")
+        resolved = flatten(values[name], f"{name}.") if isinstance(values[name], Mapping) else {}
+        written = tree[name] or {}
+        written_keys = flatten(written, f"{name}.") if isinstance(written, Mapping) else {name: written}
+        has_all_keys = is_typed or defaults.keys() <= written_keys.keys()
+        for key in written_keys:
+            if not has_all_keys or resolved.get(key) != defaults.get(key):
+                unused.append(key)
+    for override in overrides:
+        key, equals, _ = override.partition("=")
+        if equals and _section_name(key) in other_methods:
+            unused.append(key)
+    return list(dict.fromkeys(unused))
 
 
-def _head(key: str) -> str:
-    """Return the section that a dotted key lies in."""
+def _section_name(key: str) -> str:
+    """Return the name of the section that a dotted key is in."""
     return re.split(r"[.\[]", key)[0]
 
 
 def convert_foreign_recipe(
     tree: Mapping, path: str | None = None, method: str | None = None, *, sections: Mapping[str, type]
 ) -> "Conversion | None":
-    """Convert a recipe of another tool to one of ours.
+    """Convert another tool's recipe to dtrain's.
 
     Args:
         tree: The other recipe.
-        path: `model.path` of the same tree read as a recipe of ours, if it has one.
-        method: The recipe's method, if it is known; else the file's keys show it.
+        path: `model.path` of the same tree if it is read as a dtrain recipe. None if it has none.
+        method: The recipe's method if it is known. None lets the file's keys decide.
         sections: The methods' sections by name.
 
     Returns:
-        The conversion. None if the tree is a recipe of ours: no key shows another tool, or it names our model's path,
-        and few of its keys are another tool's.
+        The conversion. None if the tree is a dtrain recipe: no key indicates another tool, or it sets `model.path`, and
+        fewer than `MIN_FOREIGN_KEYS` of its keys are another tool's.
     """
-    from dtrain.recipe import other_tools  # no recipe of ours needs it
+    from dtrain.recipe import other_tools  # measured: a dtrain recipe does not need these modules
 
     kind = make_recipe_type(sections, sections)
     config = OmegaConf.create(dict(tree))
     file = flatten(_resolve(config, "", []))
-    for key, text in flatten(_tree(config)).items():
+    for key, text in flatten(_to_tree(config)).items():
         is_resolved = any(f"{other}.".startswith(f"{key}.") for other in file)
         if not is_resolved:
-            file[key] = text  # an interpolation that leads nowhere: the conversion reports it
+            file[key] = text  # an interpolation that cannot be resolved: the conversion reports it
     if other_tools.detect_tool(file) is None:
-        file = _keys_of_others(file, get_type_hints(kind))
-    recipe_keys = other_tools.RecipeKeys(list_keys(sections), _defaults(kind), partial(_fitted, kind))
-    made = other_tools.convert(file, recipe_keys, method)
-    num_given = len(made.values) - len(made.comments)
-    is_ours = (made.tool is None or path is not None) and num_given < MIN_FOREIGN_KEYS
-    return None if is_ours else made
+        file = _foreign_keys(file, get_type_hints(kind))
+    recipe_keys = other_tools.RecipeKeys(list_keys(sections), _defaults(kind), partial(_fit_value, kind))
+    conversion = other_tools.convert(file, recipe_keys, method)
+    num_foreign_keys = len(conversion.values) - len(conversion.comments)
+    may_be_ours = conversion.tool is None or path is not None
+    if may_be_ours and num_foreign_keys < MIN_FOREIGN_KEYS:
+        return None
+    return conversion
 
 
-def _keys_of_others(file: Mapping[str, Any], own_sections: Container[str]) -> dict[str, Any]:
-    """Return the keys of a file that lie in no section of ours, with an optimizer or a schedule that is only named."""
-    others = {}
+def _foreign_keys(file: Mapping[str, Any], own_sections: Container[str]) -> dict[str, Any]:
+    """Return the keys of a file that are in no section of dtrain, and an optimizer or schedule that is only named."""
+    foreign = {}
     for key, value in file.items():
         if key in ("optimizer", "scheduler") and isinstance(value, str):
-            others[f"{key}.name"] = value
-        elif _head(key) not in own_sections:
-            others[key] = value
-    return others
+            foreign[f"{key}.name"] = value
+        elif _section_name(key) not in own_sections:
+            foreign[key] = value
+    return foreign
 
 
 def _defaults(kind: type[Recipe]) -> dict[str, Any]:
-    """Return the default of every dotted key, those of the section `lora` too, which is null by default."""
+    """Return the default of every dotted key, including those of the section `lora`, which is null by default."""
     tree = asdict(kind())
     tree["lora"] = asdict(Lora())
     return flatten(tree)
 
 
-def _fitted(kind: type[Recipe], key: str, value: Any) -> tuple[Any, list[str]]:
-    """Return `value` in the type of a dotted key, and the problems with it."""
+def _fit_value(kind: type[Recipe], key: str, value: Any) -> tuple[Any, list[str]]:
+    """Return `value` converted to the type of a dotted key, and the problems with it."""
     problems: list[Problem] = []
-    made: Any = build_recipe(kind, unflatten({key: value}), problems)
+    typed: Any = build_recipe(kind, unflatten({key: value}), problems)
     for part in key.split("."):
-        if isinstance(made, list):
+        if isinstance(typed, list):
             return value, [f"{key}: the entries of a list have this key, so it cannot be set without one"]
-        made = getattr(made, part)
-    if is_dataclass(made):
+        typed = getattr(typed, part)
+    if is_dataclass(typed):
         problems.append(Problem(key, f"{key} does not take {value}: it is a section", "Set the keys below it"))
-    numbers = {int, float, bool} & {*type_alternatives(find_type(kind, key))}
-    if numbers and isinstance(made, str) and made not in ("auto", "default"):
-        words = "true, false or auto" if numbers == {bool} else "a number or auto"
+    numeric_types = {int, float, bool}.intersection(type_alternatives(find_type(kind, key)))
+    if numeric_types and isinstance(typed, str) and typed not in ("auto", "default"):
+        words = "true, false or auto" if numeric_types == {bool} else "a number or auto"
         problems.append(Problem(key, f"{key} does not take {value}: write {words}"))
-    if key == "train.epochs" and isinstance(made, float) and made.is_integer():
-        made = int(made)  # other tools write whole passes as 3.0
-    fitted = value if isinstance(value, list) else made
+    if key == "train.epochs" and isinstance(typed, float) and typed.is_integer():
+        typed = int(typed)  # other tools write a number of epochs as 3.0
+    fitted = value if isinstance(value, list) else typed
     return fitted, [str(problem) for problem in problems]

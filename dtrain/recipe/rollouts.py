@@ -11,18 +11,19 @@ from dtrain.base.ranges import AUTO, DIVISOR, STOP, TIME, TOP_K, UP_TO_1, at_lea
 
 @dataclass
 class Sampling:
-    """`grpo.sampling`, `distill.sampling`: how completions are drawn. GRPO computes with the same distribution."""
+    """`grpo.sampling`, `distill.sampling`: how completions are sampled. The GRPO loss uses the same distribution."""
 
     temperature: Annotated[float, DIVISOR] = 1.0
-    """Divides the logits before anything else."""
+    """Divisor of the logits, applied before top_k and top_p."""
     top_k: Annotated[int | None, TOP_K] = None
-    """Keep the k likeliest tokens. null: all."""
+    """Sample from the k tokens with the highest probabilities. null: from all."""
     top_p: Annotated[float, UP_TO_1] = 1.0
-    """Keep the likeliest tokens of this much probability."""
+    """Sample from the smallest set of tokens whose probabilities sum to at least top_p (nucleus sampling). 1: from
+    all."""
     max_new_tokens: Annotated[int, at_least(1)] = 512
-    """Tokens of the longest completion; in an environment, of the longest turn."""
+    """Maximum number of tokens of a completion. In an environment, of one turn."""
     stop: Annotated[list[str], STOP] = field(default_factory=list)
-    """Texts that end a completion, beside the model's end-of-sequence tokens."""
+    """Texts that end a completion, in addition to the model's end-of-sequence tokens."""
 
 
 @dataclass
@@ -30,18 +31,19 @@ class Reward:
     """Entry of `grpo.rewards`."""
 
     fn: str | None = None
-    """Required. A reward's name (dtrain/rl/rewards/catalog.py lists them), or an import path of
-    `fn(prompts, completions, completion_ids, **columns) -> list of numbers or None`, async or not."""
+    """Required. The name of a reward (dtrain/rl/rewards/catalog.py lists them), or the import path of a function
+    `fn(prompts, completions, completion_ids, **columns)` that returns a list of numbers or None. It may be async."""
     weight: float = 1.0
-    """Its weight in the sum."""
+    """Weight of this reward in the sum."""
     kwargs: dict[str, Any] = field(default_factory=dict)
-    """Its options, such as `{pattern: "yes|no"}` for regex."""
+    """Options of the reward, such as `{pattern: "yes|no"}` for regex."""
     url: str | None = None
-    """Of judge: where a server listens that answers as OpenAI's API does, such as `http://localhost:8000/v1`."""
+    """For the reward judge: the URL of a server with OpenAI's API, such as `http://localhost:8000/v1`."""
     model: str | None = None
-    """Of judge: the name of the model there that gives each answer 0 to 10 points, divided by 10."""
+    """For the reward judge: the name of the model on that server. It gives each answer 0 to 10 points, which are
+    divided by 10."""
     rubric: str | None = None
-    """Of judge: what a good answer is, in words for that model."""
+    """For the reward judge: a description of a good answer, as a prompt for that model."""
 
     @property
     def options(self) -> dict[str, Any]:
@@ -52,42 +54,43 @@ class Reward:
 
 @dataclass
 class Server:
-    """`grpo.server`: read with `grpo.engine=http`."""
+    """`grpo.server`: servers that sample completions, with `grpo.engine=http`."""
 
     urls: list[str] = field(default_factory=list)
-    """Required. Where the servers listen, such as `http://localhost:8000`."""
+    """Required. URLs of the servers, such as `http://localhost:8000`."""
     kind: Literal["auto", "dtrain", "vllm", "sglang"] = "auto"
-    """What they are. auto asks the first one."""
+    """Software of the servers. auto: ask the first server."""
     model: str | None = None
-    """The model's name on the servers. null: the one that they report."""
+    """Name of the model on the servers. null: the name that they report."""
     timeout: Annotated[float, TIME] = 600.0
     """Seconds that a completion, or an update of the weights, may take."""
     retries: Annotated[int, at_least(0)] = 3
-    """How often a request is sent again where the connection or the server failed."""
+    """How many times a request is repeated if the connection or the server fails."""
     concurrency: Annotated[int, at_least(1)] = 64
-    """Requests on their way at once, over all servers."""
+    """Maximum number of concurrent requests, over all servers."""
     start_timeout: Annotated[float, TIME] = 300.0
-    """Seconds that the servers may take to come up, when the run starts."""
+    """Seconds to wait for the servers when the run starts."""
     api_key_file: str | None = None
-    """A file with the key that the servers want. null: none."""
+    """File with the API key of the servers. null: no key."""
     weights: Literal["auto", "directory", "broadcast", "adapter"] = "auto"
-    """How new weights reach the servers. directory: as safetensors in `weights_dir`, which the servers can read.
-    broadcast: over a process group, to vLLM over NCCL. With `lora` both send whole weights with the adapter merged.
-    adapter: the adapter alone, in `weights_dir`. auto: with `lora` the adapter, if all servers take it and have the
-    base that is trained; else directory."""
+    """How new weights reach the servers. directory: as safetensors files in `weights_dir`, which the servers can read.
+    broadcast: over a process group (to vLLM over NCCL). With `lora`, both send full weights with the adapter merged
+    into them. adapter: only the adapter, in `weights_dir`. auto: with `lora`, adapter if all servers support it and
+    have the base model that is trained; else directory."""
     weights_dir: str | None = None
-    """A directory that the servers see under the same path. null: `weights` in the run's directory."""
+    """Directory that the servers see under the same path. null: `weights` in the run's directory."""
 
 
 @dataclass
 class RatingModel:
-    """`grpo.reward_model`: a model with a head of one output, as `method: reward` trains it, that rates completions. It
-    lies on the mesh beside the policy and reads text, with its own tokenizer and chat template."""
+    """`grpo.reward_model`: a reward model that rates completions: a model with a head of one output, as `method:
+    reward` trains it. It is placed on the same mesh as the policy, and reads text with its own tokenizer and chat
+    template."""
 
     path: str | None = None
-    """Its directory, or its id on the hub. null: none."""
+    """Directory of the reward model, or its id on the hub. null: no reward model."""
     weight: float = 1.0
-    """What its score counts for beside `grpo.rewards`, which may be []."""
+    """Weight of its score in the sum with `grpo.rewards`, which may be []."""
 
 
 @dataclass
@@ -95,14 +98,14 @@ class Tool:
     """Entry of `grpo.tools`."""
 
     fn: str | None = None
-    """Import path of a Python function, async or not. Its name, hints and docstring (with `Args:`) tell the model what
-    it does and takes. This or `mcp` is required."""
+    """Import path of a Python function, which may be async. The model reads its name, type hints and docstring (with
+    `Args:`). Either this or `mcp` is required."""
     mcp: str | None = None
-    """A command that starts a tool server, which speaks the Model Context Protocol over its standard input and output;
-    or the address of one over HTTP, `http://localhost:8000/mcp`. It needs `pip install 'dtrain[mcp]'`."""
+    """A command that starts a tool server of the Model Context Protocol over standard input and output, or the URL of
+    one, such as `http://localhost:8000/mcp`. It needs `pip install 'dtrain[mcp]'`."""
     schema: str | None = None
-    """Of mcp, and required there: a file with what the server offers, as
-    `python -m dtrain.rl.environments.mcp "SERVER" > FILE` writes it. Prompts tell the model of the tools in it."""
+    """For `mcp`, and required there: a file that describes the server's tools. Write it with `python -m
+    dtrain.rl.environments.mcp "SERVER" > FILE`. The prompts contain these descriptions."""
 
 
 @dataclass
@@ -111,90 +114,94 @@ class Verifiers:
     `grpo.environment`."""
 
     name: str | None = None
-    """Its name, whose package must be installed. `python -m dtrain.rl.environments.verifiers NAME ARGS > FILE` writes
-    its prompts for `data.train.path`. null: none."""
+    """Name of the environment. Its package must be installed. Write its prompts for `data.train.path` with `python -m
+    dtrain.rl.environments.verifiers NAME ARGS > FILE`. null: none."""
     args: dict[str, Any] = field(default_factory=dict)
-    """What its `load_environment` is called with. The data must be written with the same."""
+    """Arguments of its `load_environment`. The prompts must be written with the same arguments."""
 
 
 @dataclass
 class RolloutSection:
-    """Keys of a rollout: how it is drawn, answered and rewarded."""
+    """Keys of a rollout: sampling, environments and tools, rewards and advantages."""
 
     prompts_per_step: Annotated[int, at_least(1)] = 16
-    """Prompts of a rollout."""
+    """Number of prompts of a rollout."""
     group_size: Annotated[int, at_least(1)] = 8
-    """Completions drawn for each prompt."""
+    """Number of completions for each prompt. They form a group."""
     advantage: Literal["group", "leave_one_out", "batch", "none"] = "group"
-    """What is subtracted from a reward: the mean of its group, of its group's others, of the rollout, or nothing."""
+    """Baseline that is subtracted from each reward. group: the mean of its group. leave_one_out: the mean of the others
+    in its group. batch: the mean of the rollout. none: 0."""
     scale: Literal["group", "leave_one_out", "batch", "none"] = "group"
-    """Divisor of the difference: the standard deviation of its group, of its group's others, of the rollout, or none.
-    leave_one_out in both keys is NeMo-RL's default; a spread of 0 divides nothing there."""
+    """Divisor of the advantages. group: the standard deviation of the rewards in the group. leave_one_out: that of the
+    others in the group. batch: that of the rollout. none: 1. leave_one_out in both keys is NeMo-RL's default; there is
+    no division where the standard deviation is 0."""
     rewards: list[Reward] = field(default_factory=lambda: [Reward(fn="math_exact")])
-    """A completion earns the weighted sum of these. They run in a process that sees no CUDA device, unless the code
-    names one in CUDA_VISIBLE_DEVICES before it loads torch."""
+    """The reward of a completion is the weighted sum of these. They run in a process that sees no CUDA device, unless
+    their code sets CUDA_VISIBLE_DEVICES before it loads torch."""
     reward_model: RatingModel = field(default_factory=RatingModel)
-    """A model that rates completions, beside `rewards`."""
+    """A reward model that rates completions, in addition to `rewards`."""
     reward_timeout: Annotated[float, TIME] = 60.0
-    """Seconds that one reward may take over a rollout; after that its values are unknown."""
+    """Seconds that one reward may take for a rollout. After that its values are unknown."""
     mask_truncated: bool = False
-    """Completions that max_new_tokens cut train nothing; they still count where a loss divides by sequences. So do,
-    in an environment, episodes whose last turn was cut, or whose next turn found no room in max_length."""
+    """true: completions that were cut at max_new_tokens are not trained on. They still count if the loss is divided by
+    the number of sequences. In an environment this applies to episodes whose last turn was cut, or whose next turn did
+    not fit into max_length."""
     overlong_cache: Annotated[int | None, at_least(1, ", or null for no punishment")] = None
-    """Soft punishment of length (arXiv:2503.14476, section 3.4): within the last so many tokens before max_new_tokens
-    the reward falls by up to 1. In an environment the longest turn decides, counted in tokens that the model drew. A
-    turn that was cut, by max_length too, costs 1. null: off."""
+    """Soft punishment of long completions (DAPO, arXiv:2503.14476, section 3.4): within the last N tokens before
+    max_new_tokens, the reward falls linearly by up to 1. In an environment the longest turn counts, in sampled tokens.
+    A turn that was cut, at max_length too, costs 1. null: off."""
     dynamic_sampling: Literal["none", "drop", "refill"] = "none"
-    """Groups whose rewards are all equal teach nothing. drop: they are left out of the updates. refill: new prompts
-    take their place."""
+    """What happens to groups whose rewards are all equal, which have no gradient. none: they are kept. drop: they are
+    left out of the updates. refill: they are replaced by the groups of new prompts (DAPO)."""
     max_refills: Annotated[int, at_least(0)] = 3
-    """How many times a rollout is refilled. After that it goes on with the groups that it has."""
+    """Maximum number of refills of a rollout. After that training continues with the groups that there are."""
     sampling: Sampling = field(default_factory=Sampling)
-    """How completions are drawn."""
+    """How completions are sampled."""
     system_prompt: str | None = None
-    """The system message of conversations that have none."""
+    """System message for conversations without one."""
     environment: str | None = None
-    """Import path of a maker of environments (dtrain/rl/README.md): completions in several turns. null: one
-    completion answers a prompt."""
+    """Import path of a function that makes environments (dtrain/rl/README.md), for completions in several turns. null:
+    one completion answers a prompt."""
     verifiers: Verifiers = field(default_factory=Verifiers)
     """An environment of the library `verifiers`, by its name."""
     tools: list[Tool] = field(default_factory=list)
-    """Functions that the model may call in its completions (dtrain/rl/README.md), in place of an environment. Each
-    prompt tells it of them."""
+    """Functions that the model may call in its completions (dtrain/rl/README.md), in place of an environment. The
+    prompts contain their descriptions."""
     tool_output: Annotated[int, at_least(1)] = 4096
-    """Characters of the longest answer of a tool. What is beyond is cut, and the answer says so."""
+    """Maximum number of characters of a tool's result. A longer result is cut, and says so."""
     environment_timeout: Annotated[float, TIME] = 60.0
-    """Seconds that making an environment, or one step of it, may take; of tools, all calls of one turn. After that it
-    is given up, and its completion has no known reward."""
+    """Seconds that making an environment, or one step of it, may take; with tools, all calls of one turn. After that
+    the completion has no known reward."""
     environment_threads: Annotated[int, at_least(1)] = 1
-    """How many threads make and step environments, or call tools. More than 1 helps where they wait, for a server say.
-    1: one after another, in the order of the completions."""
+    """Number of threads that make and step environments, or call tools. More than 1 helps if they wait, for example for
+    a server. 1: one after another, in the order of the completions."""
     max_turns: Annotated[int, at_least(1)] = 8
-    """Completions of the longest episode in an environment, or with tools."""
+    """Maximum number of completions of an episode in an environment, or with tools."""
     engine: Literal["native", "http"] = "native"
-    """What draws completions: the training processes, or servers."""
+    """What samples completions. native: the training processes. http: the servers of `server`."""
     server: Server = field(default_factory=Server)
-    """The servers of `engine: http`."""
+    """The servers, with `engine: http`."""
     max_off_policy_steps: Annotated[int, at_least(0)] = 0
-    """How many optimizer steps old a completion's weights may be when its updates begin. 0: training waits for each
-    rollout. More needs engine=http: the next rollout is drawn while this one is trained on. It must then be at least
-    the optimizer steps of a rollout."""
+    """How many optimizer steps old the weights that sampled a completion may be when its updates begin. 0: training
+    waits for each rollout. More needs engine=http: the next rollout is sampled while this one is trained on. The number
+    must then be at least the optimizer steps of a rollout."""
     router_replay: bool = False
-    """engine=http, of a mixture of experts: training sends tokens to the experts that the server's router took, weighed
-    by the policy's own router (arXiv:2510.11370). Tokens that the server says nothing of go where that router sends
-    them, and in the reference all do. Servers must tell experts: `dtrain serve` does, vLLM and SGLang with
-    --enable-return-routed-experts."""
+    """For mixtures of experts with engine=http. true: training sends each token to the experts that the server's router
+    chose, weighted by the policy's own router (arXiv:2510.11370). Tokens for which the server reports no experts, and
+    all tokens in the reference model, use the policy's router. The servers must report experts: `dtrain serve` does,
+    and vLLM and SGLang do with --enable-return-routed-experts."""
     unshard: Annotated[bool | str, AUTO] = "auto"
-    """auto | true | false. true: a rank gathers the whole weights (its tensor-parallel part) once and keeps them while
-    it generates. false: it gathers each layer for each token. auto: true where memory allows."""
+    """true: each rank gathers the full weights (of its tensor-parallel part) once and keeps them while it generates.
+    false: each rank gathers each layer for each token. auto: true if the memory allows it."""
     cuda_graphs: Annotated[bool | str, AUTO] = "auto"
-    """engine=native on CUDA: a step of decoding is one captured graph, and the first must draw what its kernels draw.
-    auto: kernel by kernel where that one differs or waits, under parallel.tp or ep, or without whole weights. true:
-    refused there. A capture that fails ends the run."""
+    """For engine=native on CUDA: whether a decoding step is one captured CUDA graph. auto: yes, unless the first step
+    cannot be captured or computes other numbers than single kernels, and not with parallel.tp or ep or without
+    unsharded weights. true: these cases are errors. In both cases a capture that fails halfway ends the run."""
     offload: bool = False
-    """The optimizer's state, and with engine=http the weights, wait in host memory while completions are drawn."""
+    """true: the optimizer state, and with engine=http the weights as well, are moved to host memory while completions
+    are sampled."""
     show: Annotated[int, at_least(0)] = 2
-    """Completions of each rollout that the terminal shows; samples.jsonl has all."""
+    """Number of completions that the terminal shows for each rollout. samples.jsonl has all of them."""
 
     @property
     def has_episodes(self) -> bool:

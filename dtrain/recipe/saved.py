@@ -1,6 +1,14 @@
-"""Recipes without their secrets: as a run saves them, as it prints them, and compared with saved ones.
+"""Loaded recipes without their secrets: saving, printing, and comparing with a saved recipe.
 
-A value from the environment is its text there, `${oc.env:NAME}`, and secrets in plain text are redacted.
+A value that comes from the environment is saved as the text that reads it, `${oc.env:NAME}`. Secrets in plain text are
+redacted. For example, this recipe
+
+    metrics: {wandb: my-project}
+    grpo: {server: {urls: ["http://user:pa55word@host:8000"]}}
+    run: {dir: "${oc.env:SCRATCH}/runs"}
+
+is saved with `urls: ["http://<hidden by dtrain>@host:8000"]` and with the text of `dir` as it is, so that a resume on
+another host reads that host's SCRATCH.
 """
 
 import re
@@ -18,16 +26,23 @@ from dtrain.recipe import secrets
 from dtrain.recipe.schema import Recipe, make_recipe_type
 
 UNSET = "???"  # OmegaConf's mark for a value that the recipe leaves to its user
-MAX_ENTRIES = 100_000  # entries of a recipe, with what its aliases repeat
-MIN_SECRET_LENGTH = 4  # characters of a secret that is looked for in a text
-_FNS = r"\w+(\.\w+)?\.(environment|(rewards|tools)\[\d+\]\.fn)"
-_NAMES = re.compile(rf"((optimizer|scheduler(\[\d+\])?)\.name|{_FNS})")
+MAX_ENTRIES = 100_000  # entries of a recipe's mappings and lists, with those that YAML aliases repeat
+MIN_SECRET_LENGTH = 4  # characters. A shorter text would be redacted in the middle of words.
+# Keys whose value is the name of code. Such a name decides what is computed, so it is compared and saved by its value.
+_FUNCTION_KEYS = r"\w+(\.\w+)?\.(environment|(rewards|tools)\[\d+\]\.fn)"
+_CODE_KEYS = re.compile(rf"((optimizer|scheduler(\[\d+\])?)\.name|{_FUNCTION_KEYS})")
 
 
 @dataclass(eq=False)
 class LoadedRecipe(Recipe):
-    """A recipe as it was read, with the place, the text and the value of all that the environment gave, with its
-    secrets, and with the given keys that its method does not read. It equals any recipe of the same values."""
+    """A recipe with what is known from loading it. It equals any recipe of the same values.
+
+    Attributes:
+        references: (path, text, value) of each value that the environment gave: where it is in the recipe, the text
+            with the interpolation, and the value.
+        secrets: The texts to redact, longest first.
+        unused_keys: Keys that the recipe sets and its method does not read.
+    """
 
     references: list[tuple[secrets.Path, str, Any]] = field(default_factory=list, repr=False)
     secrets: list[str] = field(default_factory=list, repr=False)
@@ -36,112 +51,177 @@ class LoadedRecipe(Recipe):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Recipe) and recipe_values(self) == recipe_values(other)
 
-    __hash__ = None  # type: ignore[assignment]  # as Python itself says that a class cannot be hashed
+    __hash__ = None  # type: ignore[assignment]  # as Python does for a class with __eq__ and without __hash__
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle by the sections: no module has the class of a loaded recipe."""
-        return _unpickled, (self.method_sections, vars(self))
+        """Pickle by the sections: the class of a loaded recipe is made at run time, so no module has it."""
+        return _unpickle, (self.method_sections, vars(self))
 
 
-def _unpickled(sections: Mapping[str, type], values: Mapping[str, Any]) -> LoadedRecipe:
+def _unpickle(sections: Mapping[str, type], values: Mapping[str, Any]) -> LoadedRecipe:
     return _loaded_type(make_recipe_type(sections, values))(**values)
 
 
 def _loaded_type(kind: type) -> Any:
-    """Return the class of loaded recipes of a `recipe_type`."""
-    return make_dataclass("Loaded", [], bases=(kind, LoadedRecipe), eq=False)
+    """Return the class of loaded recipes for a type from `make_recipe_type`."""
+    return make_dataclass("LoadedRecipe", [], bases=(kind, LoadedRecipe), eq=False)
 
 
 def recipe_values(recipe: Recipe) -> dict[str, Any]:
-    """Return the tree of a recipe's own keys, and of those given to another method."""
+    """Return the tree of a recipe's values: the shared sections, its method's section, and keys given to other methods.
+
+    Sections of other methods at their defaults are left out.
+    """
     tree = asdict(recipe)
-    own = {key.name: tree[key.name] for key in fields(Recipe)}
-    kept_keys = {(recipe.method,), *(tuple(re.split(r"[.\[]", key)[:2]) for key in getattr(recipe, "unused_keys", ()))}
+    values = {key.name: tree[key.name] for key in fields(Recipe)}
+    unused = {tuple(re.split(r"[.\[]", key)[:2]) for key in getattr(recipe, "unused_keys", ())}
     for name in recipe.method_sections:
-        section = tree.get(name, {}).items()
-        if kept := {key: value for key, value in section if {(name,), (name, key)} & kept_keys}:
-            own[name] = kept
-    return own
+        selected = {}
+        for key, value in tree.get(name, {}).items():
+            is_unused_section_given = (name,) in unused
+            if name == recipe.method or is_unused_section_given or (name, key) in unused:
+                selected[key] = value
+        if selected:
+            values[name] = selected
+    return values
 
 
 def with_origins(recipe: Recipe, raw: dict, values: dict, resolve: Callable[[dict], dict]) -> LoadedRecipe:
-    """Return `recipe` with its references and secrets. raw: its tree as written; values: `resolve` of that.
+    """Return `recipe` with its references and secrets.
 
-    A reference is a text whose value differs where the environment is empty, however many texts it goes through. What
-    can be no secret and decides what is computed, a number or the name of an optimizer, counts by its value instead.
+    A reference is a text whose value changes if the environment is empty, also through other interpolations. A value
+    that cannot be a secret and decides what is computed, such as a number or the name of an optimizer, is no reference:
+    a resume compares its value.
+
+    Args:
+        recipe: The typed recipe.
+        raw: The tree of the recipe as it is written. Changed in place.
+        values: The same tree with interpolations resolved.
+        resolve: Resolves the interpolations of a tree.
     """
-    written = [(path, text) for path, text in secrets.iterate_leaves(raw) if isinstance(text, str) and "${" in text]
-    names = {path: secrets.environment_names(text) for path, text in written if secrets.reads_environment(text)}
-    for path in names:
+    interpolations = []
+    for path, text in secrets.iterate_leaves(raw):
+        if isinstance(text, str) and "${" in text:
+            interpolations.append((path, text))
+    variables_by_path = {}
+    for path, text in interpolations:
+        if secrets.reads_environment(text):
+            variables_by_path[path] = secrets.environment_names(text)
+
+    # Resolve the tree once more without the values of the environment: what differs then depends on the environment.
+    for path in variables_by_path:
         secrets.set_at(raw, path, UNSET)
-    silent = resolve(raw) if names else values
-    variables = sum(names.values(), [])
-    environment = {name: OmegaConf.create({"value": f"${{oc.env:{name},null}}"}).value for name in variables}
-    redacted = {str(value) for name, value in environment.items() if value and secrets.is_secret_name(name)}
-    redacted = {secret for secret in redacted if len(secret) >= MIN_SECRET_LENGTH}
-    loaded, tree = _loaded_type(type(recipe))(**vars(recipe)), asdict(recipe)
-    for path, text in written:
-        if path not in names and secrets.get_at(silent, path) == secrets.get_at(values, path):
+    without_environment = resolve(raw) if variables_by_path else values
+
+    redacted = set()
+    for variables in variables_by_path.values():
+        for name in variables:
+            value = OmegaConf.create({"value": f"${{oc.env:{name},null}}"}).value
+            if value and secrets.is_secret_name(name) and len(str(value)) >= MIN_SECRET_LENGTH:
+                redacted.add(str(value))
+
+    loaded = _loaded_type(type(recipe))(**vars(recipe))
+    tree = asdict(recipe)
+    for path, text in interpolations:
+        reads_environment = path in variables_by_path
+        if not reads_environment and secrets.get_at(without_environment, path) == secrets.get_at(values, path):
             continue
         value = secrets.get_at(tree, path)
         if any(secrets.is_secret_name(part) for part in path if isinstance(part, str)):
-            redacted |= {str(leaf) for _, leaf in secrets.iterate_leaves(value)}
-        elif not (_is_free(type(recipe), path, value) or any(secret in str(value) for secret in redacted)):
+            redacted.update(str(leaf) for _, leaf in secrets.iterate_leaves(value))
+        elif not _takes_any_text(type(recipe), path, value) and not any(secret in str(value) for secret in redacted):
             continue
         loaded.references.append((path, text, value))
-    plain = (value for path, value in secrets.iterate_leaves(values) if secrets.is_secret(values, path, value))
-    redacted |= {str(value) for value in plain if not secrets.may_be_word(str(value))}  # which may stand in any text
-    loaded.secrets += sorted((secret for secret in redacted if len(secret) >= MIN_SECRET_LENGTH), key=len, reverse=True)
+
+    for path, value in secrets.iterate_leaves(values):
+        # A value that is a plain word is not redacted, since the same word may be anywhere in a text.
+        if secrets.is_secret(values, path, value) and not secrets.may_be_word(str(value)):
+            redacted.add(str(value))
+    long_enough = [secret for secret in redacted if len(secret) >= MIN_SECRET_LENGTH]
+    loaded.secrets += sorted(long_enough, key=len, reverse=True)
     return loaded
 
 
-def _is_free(kind: Any, path: secrets.Path, value: Any) -> bool:
-    """Return whether a key takes any text, and is no name of code. kind: the recipe's type."""
+def _takes_any_text(kind: Any, path: secrets.Path, value: Any) -> bool:
+    """Check that a key takes any text, and is not the name of code. kind: the recipe's type."""
     for part in path:
         kind = get_type_hints(kind).get(str(part)) if is_dataclass(kind) else None
-    is_choice = any(get_origin(option) is Literal for option in (kind, *get_args(kind)))
+    is_choice = any(get_origin(alternative) is Literal for alternative in (kind, *get_args(kind)))
     is_text = all(isinstance(leaf, str) for _, leaf in secrets.iterate_leaves(value))
-    return is_text and not is_choice and not _NAMES.fullmatch(secrets.dotted_key(path))
+    return is_text and not is_choice and not _CODE_KEYS.fullmatch(secrets.dotted_key(path))
 
 
 def source_tree(recipe: Recipe, hide: bool = False) -> dict:
-    """Return the tree of a recipe, with the text of what the environment gave, unless another value has taken its
-    place. hide: without secrets in plain text."""
-    tree, known = recipe_values(recipe), getattr(recipe, "secrets", ())
-    references = getattr(recipe, "references", ())
-    kept = [(path, text) for path, text, value in references if secrets.get_at(tree, path) == value]
+    """Return the tree of a recipe with the texts that read the environment in place of their values.
+
+    A value that has changed since the recipe was loaded stays.
+
+    Args:
+        recipe: The recipe.
+        hide: Redact secrets in plain text.
+    """
+    tree = recipe_values(recipe)
+    known_secrets = getattr(recipe, "secrets", ())
+    unchanged = []
+    for path, text, value in getattr(recipe, "references", ()):
+        if secrets.get_at(tree, path) == value:
+            unchanged.append((path, text))
     tree = secrets.escape_interpolations(tree)
-    for path, text in kept:
+    for path, text in unchanged:
         secrets.set_at(tree, path, text)
     if hide:
-        secrets.hide_secrets(tree, known)
+        secrets.hide_secrets(tree, known_secrets)
     return tree
 
 
 def to_yaml(recipe: Recipe, plain: bool = False) -> str:
-    """Return the whole recipe as YAML, defaults included; `load` of it gives an equal recipe, except for secrets in
-    plain text, which are redacted. plain: every value as it is, for processes of the same run, which take the rest by
-    `with_origins_of`."""
-    tree = secrets.escape_interpolations(recipe_values(recipe)) if plain else source_tree(recipe, hide=True)
+    """Return the whole recipe as YAML, defaults included.
+
+    `load` of the result gives an equal recipe, except for secrets in plain text, which are redacted.
+
+    Args:
+        recipe: The recipe.
+        plain: Write every value as it is, for other processes of the same run. They restore the references and secrets
+            with `with_origins_of`.
+    """
+    if plain:
+        tree = secrets.escape_interpolations(recipe_values(recipe))
+    else:
+        tree = source_tree(recipe, hide=True)
     return OmegaConf.to_yaml(OmegaConf.create(tree))
 
 
 def origins(recipe: Recipe) -> dict[str, list]:
-    """Return the references and secrets of a `Loaded` recipe, as JSON."""
+    """Return the references and secrets of a `LoadedRecipe`, as JSON."""
     return {name: list(getattr(recipe, name, ())) for name in ("references", "secrets")}
 
 
 def with_origins_of(recipe: LoadedRecipe, source: Mapping[str, list]) -> LoadedRecipe:
-    """Return `recipe` with `source`, the `origins` of the one that it was written from."""
+    """Return `recipe` with the references and secrets of another one.
+
+    Args:
+        recipe: A recipe that was read from `to_yaml(other, plain=True)`.
+        source: `origins(other)`.
+    """
     references = [(tuple(path), text, value) for path, text, value in source["references"]]
     return replace(recipe, references=references, secrets=source["secrets"])
 
 
 def diff_recipes(old_yaml: str, recipe: Recipe) -> list[tuple[str, Any, Any]]:
-    """Return (key, value in `old_yaml`, value in `recipe`) of every key that differs; lists are compared whole.
+    """Compare a recipe with a saved one.
 
-    A key missing on one side counts with the schema's default, or None where the schema has no such key. Both sides are
-    as `to_yaml` has them. Raises UserError for an `old_yaml` that is no recipe.
+    Lists are compared as a whole. A key that one side does not have has the schema's default there, or None if the
+    schema has no such key.
+
+    Args:
+        old_yaml: The saved recipe, from `to_yaml`.
+        recipe: The recipe to compare with.
+
+    Returns:
+        (key, old value, new value) for every key that differs, as `to_yaml` writes them.
+
+    Raises:
+        UserError: If `old_yaml` is not a recipe.
     """
     try:
         saved = yaml.safe_load(old_yaml) or {}
@@ -150,52 +230,79 @@ def diff_recipes(old_yaml: str, recipe: Recipe) -> list[tuple[str, Any, Any]]:
         raise UserError(f"the saved recipe is damaged: {error}") from error
     if not isinstance(saved, dict):
         raise UserError(f"the saved recipe is damaged: it is {type(saved).__name__}, no mapping")
-    kind = make_recipe_type(recipe.method_sections, {*saved, *recipe_values(recipe)})
-    defaults, saved = asdict(kind()), _completed(saved, kind)
-    plain, own = flatten(merge_trees(defaults, saved)), flatten(merge_trees(defaults, recipe_values(recipe)))
+    values = recipe_values(recipe)
+    kind = make_recipe_type(recipe.method_sections, {*saved, *values})
+    defaults = asdict(kind())
+    saved = _add_missing_keys(saved, kind)
+    saved_values = flatten(merge_trees(defaults, saved))
+    own_values = flatten(merge_trees(defaults, values))
     secrets.hide_secrets(saved, getattr(recipe, "secrets", ()))
-    old, new = flatten(merge_trees(defaults, saved)), flatten(merge_trees(defaults, source_tree(recipe, hide=True)))
-    differing = [key for key in {**old, **new} if old.get(key) != new.get(key)]
-    # A value that was saved before its text was, is the same.
-    return [(key, old.get(key), new.get(key)) for key in differing if key not in own or plain.get(key) != own[key]]
+    old = flatten(merge_trees(defaults, saved))
+    new = flatten(merge_trees(defaults, source_tree(recipe, hide=True)))
+    differences = []
+    for key in {**old, **new}:
+        # Earlier versions of dtrain saved the value where the text with the interpolation is saved now.
+        is_same_value = key in own_values and saved_values.get(key) == own_values[key]
+        if old.get(key) != new.get(key) and not is_same_value:
+            differences.append((key, old.get(key), new.get(key)))
+    return differences
 
 
-def _completed(values: Any, hint: Any) -> Any:
-    """Complete `values` of that type, as an earlier version saved them, with the default of each missing key."""
-    kinds = [hint, *get_args(hint)]
+def _add_missing_keys(values: Any, hint: Any) -> Any:
+    """Add the defaults of keys that the version of dtrain that saved `values` did not have. hint: their type."""
+    alternatives = [hint, *get_args(hint)]
     if isinstance(values, list):
-        inner = next((get_args(kind)[0] for kind in kinds if get_origin(kind) is list), None)
-        return [_completed(value, inner) for value in values]
-    section = next((kind for kind in kinds if isinstance(kind, type) and is_dataclass(kind)), None)
+        entry_type = None
+        for alternative in alternatives:
+            if get_origin(alternative) is list:
+                entry_type = get_args(alternative)[0]
+                break
+        return [_add_missing_keys(value, entry_type) for value in values]
+    section = None
+    for alternative in alternatives:
+        if isinstance(alternative, type) and is_dataclass(alternative):
+            section = alternative
+            break
     if section is None or not isinstance(values, Mapping):
         return values
-    if (table := named_section_type(hint)) and is_named_sections(values, table):
-        return {name: _completed(value, table) for name, value in values.items()}
+    named_type = named_section_type(hint)
+    if named_type and is_named_sections(values, named_type):
+        return {name: _add_missing_keys(value, named_type) for name, value in values.items()}
     hints = get_type_hints(section)
-    return merge_trees(asdict(section()), {key: _completed(value, hints.get(key)) for key, value in values.items()})
+    completed = {key: _add_missing_keys(value, hints.get(key)) for key, value in values.items()}
+    return merge_trees(asdict(section()), completed)
 
 
 def named_section_type(hint: Any) -> Any:
-    """Return the section that a key may also hold several of, by name; None where it may not."""
-    named = [get_args(kind)[1] for kind in (hint, *get_args(hint)) if get_origin(kind) is dict]
-    return next((kind for kind in named if is_dataclass(kind)), None)
+    """Return the section that a key may have several of, by name, such as `eval`. None if it may not."""
+    for alternative in (hint, *get_args(hint)):
+        if get_origin(alternative) is dict and is_dataclass(get_args(alternative)[1]):
+            return get_args(alternative)[1]
+    return None
 
 
 def is_named_sections(value: Any, section: Any) -> bool:
-    """Return whether `value` holds several sections of that kind by name, and is none of its own."""
-    own = {key.name for key in fields(section)}
-    is_named = isinstance(value, Mapping) and bool(value) and not own & value.keys()
-    return is_named and all(isinstance(inner, Mapping) for inner in value.values())
+    """Check whether `value` is a mapping from names to sections, and not itself a `section`."""
+    if not isinstance(value, Mapping) or not value:
+        return False
+    section_keys = {key.name for key in fields(section)}
+    if section_keys & value.keys():
+        return False
+    return all(isinstance(inner, Mapping) for inner in value.values())
 
 
 def redacted_values(recipe: Recipe) -> dict[str, Any]:
-    """Return key and value of everything that `to_yaml` writes as a text of the environment, or redacts."""
-    own, shown = flatten(recipe_values(recipe)), flatten(source_tree(recipe, hide=True))
-    return {key: value for key, value in own.items() if key in shown and shown[key] != value}
+    """Return key and value of everything that `to_yaml` redacts or writes as a text that reads the environment."""
+    shown = flatten(source_tree(recipe, hide=True))
+    redacted = {}
+    for key, value in flatten(recipe_values(recipe)).items():
+        if key in shown and shown[key] != value:
+            redacted[key] = value
+    return redacted
 
 
 def redact(text: str, recipe: Recipe) -> str:
-    """Return `text` for the terminal or a log, without the secrets of `recipe`."""
+    """Return `text` without the secrets of `recipe`, for the terminal or a log."""
     return secrets.mask_secrets(text, getattr(recipe, "secrets", ()))
 
 
@@ -210,34 +317,58 @@ def redacted_errors(recipe: Recipe) -> Iterator[None]:
 
 
 def secret_notes(recipe: Recipe) -> list[str]:
-    """Return the notes to a recipe's user about secrets that it holds in plain text."""
+    """Return a note for the user about each secret that the recipe contains in plain text."""
     tree = source_tree(recipe)
-    return [
-        f"note: {secrets.dotted_key(path)} is a secret in plain text: nothing that a run saves holds it. "
-        f"${{oc.env:NAME}} in its place takes it from the environment"
-        for path, value in secrets.iterate_leaves(tree)
-        if secrets.is_secret(tree, path, value)
-    ]
+    notes = []
+    for path, value in secrets.iterate_leaves(tree):
+        if secrets.is_secret(tree, path, value):
+            key = secrets.dotted_key(path)
+            notes.append(
+                f"note: {key} is a secret in plain text: nothing that a run saves holds it. ${{oc.env:NAME}} in its "
+                "place takes it from the environment"
+            )
+    return notes
 
 
 def merge_trees(base: dict, over: Mapping) -> dict:
+    """Return `base` with the values of `over`, merging mappings that both have.
+
+    Example:
+        >>> merge_trees({"train": {"steps": 1, "tile": "none"}}, {"train": {"steps": 2}})
+        {'train': {'steps': 2, 'tile': 'none'}}
+    """
     merged = dict(base)
     for key, value in over.items():
-        both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
-        merged[key] = merge_trees(merged[key], value) if both else value
+        if isinstance(value, Mapping) and isinstance(merged.get(key), Mapping):
+            merged[key] = merge_trees(merged[key], value)
+        else:
+            merged[key] = value
     return merged
 
 
 def flatten(values: Mapping, prefix: str = "") -> dict[str, Any]:
+    """Return the values of a tree by their dotted keys. An empty mapping is a value.
+
+    Example:
+        >>> flatten({"train": {"steps": 2}, "sft": {}})
+        {'train.steps': 2, 'sft': {}}
+    """
     leaves: dict[str, Any] = {}
     for key, value in values.items():
-        nested = isinstance(value, Mapping) and value
-        leaves |= flatten(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value}
+        if isinstance(value, Mapping) and value:
+            leaves.update(flatten(value, f"{prefix}{key}."))
+        else:
+            leaves[f"{prefix}{key}"] = value
     return leaves
 
 
 def unflatten(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tree of dotted keys: the inverse of `flat`."""
+    """Return the tree of dotted keys: the inverse of `flatten`.
+
+    Example:
+        >>> unflatten({"train.steps": 2, "train.tile": "none"})
+        {'train': {'steps': 2, 'tile': 'none'}}
+    """
     tree: dict[str, Any] = {}
     for key, value in values.items():
         *sections, leaf = key.split(".")

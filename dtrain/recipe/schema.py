@@ -45,24 +45,26 @@ _WARMUP: Range = (
 
 @dataclass
 class Run:
-    """`run`: where a run lives, and its seed."""
+    """`run`: the run's name, directory and seed."""
 
     name: str | None = None
-    """The run's directory under `dir`. null: the recipe's file stem (`my.yaml` → `my`). Where the file names no model,
-    the model's name comes before it: `sft` with Qwen/Qwen3-0.6B is `qwen3-0.6b-sft`, with `lora`
-    `qwen3-0.6b-lora-sft`."""
+    """Name of the run, and of its directory under `dir`. null: the stem of the recipe's file (`my.yaml` gives `my`). If
+    the file does not name a model, the model's name is put in front: `sft` with Qwen/Qwen3-0.6B is `qwen3-0.6b-sft`,
+    and with `lora` it is `qwen3-0.6b-lora-sft`."""
     dir: str = "runs"
-    """The directory that holds the runs."""
+    """Directory that contains the runs' directories."""
     seed: int = 0
-    """It decides the initial weights, the order of the data and what is sampled, the same on every mesh."""
+    """Seed for the initial weights, the order of the data, dropout and sampling. The same seed gives the same numbers
+    on every mesh."""
     deterministic: bool = False
-    """true: on CUDA, runs of one recipe on one mesh give the same bits, a resumed one too. Attention's backward and
-    some sums are slower. An operation without a deterministic kernel ends the run with an error that names it. On CPUs
-    runs give the same bits in any case. What a server draws is its own."""
+    """true: on CUDA, two runs of one recipe on one mesh give the same bits, also after a resume. The backward of
+    attention and some sums become slower, and an operation without a deterministic kernel ends the run with an error
+    that names it. On CPUs runs give the same bits in any case. Completions from external servers are not
+    reproducible."""
 
     lock: bool = True
-    """A lock on the run's directory keeps a second run out. false: no lock, for file systems that have none. Nothing
-    then keeps two runs from writing to one directory."""
+    """true: a lock on the run's directory prevents a second run from writing to it. false: no lock, for file systems
+    that have none. Nothing then keeps two runs from writing to one directory."""
 
     @property
     def directory(self) -> Path:
@@ -75,20 +77,21 @@ class Launch:
     """`launch`: processes on this machine. torchrun and SLURM start processes themselves; `nproc` is then not read."""
 
     nproc: Annotated[int | str, COUNT] = 1
-    """Processes to start here, one per device. 1 runs in place. auto: one for each CUDA device of this machine, and one
-    where it has none."""
+    """Number of processes to start on this machine, one per device. 1: the run is not started in another process. auto:
+    one for each CUDA device of this machine, or one if there is none."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: cuda where there is one, else cpu. Processes talk over nccl on cuda and over gloo on cpu."""
+    """Type of device. auto: cuda if there is a CUDA device, else cpu. The processes communicate over NCCL on cuda and
+    over gloo on cpu."""
     max_restarts: Annotated[int, at_least(0)] = 0
-    """How many times all processes are started again after one died. They resume from the newest whole checkpoint.
-    Under torchrun, its own --max-restarts counts."""
+    """How many times all processes are started again after one of them died. They resume from the newest complete
+    checkpoint. Under torchrun, its own option --max-restarts counts."""
     collective_timeout: Annotated[
         float | None, (lambda v: 1 <= v <= 31_536_000, "from 1 second to a year of them, or null")
     ] = None
     """Seconds that a rank waits for the others in a collective before the run ends with an error. null: a day over
-    gloo, where a rank may wait while another reads data, draws or judges a rollout, or writes a file; half an hour over
-    nccl, where ranks wait for one another within a step. A process that died is noticed at once. A rank that hangs, and
-    a host that falls silent, are noticed only by this."""
+    gloo, where a rank may wait while another reads data, samples or judges a rollout, or writes a file; half an hour
+    over NCCL, where ranks wait for one another within a step. A process that died is noticed at once. A rank that
+    hangs, and a host that does not respond any more, are only noticed by this timeout."""
 
     @property
     def num_processes(self) -> int:
@@ -98,21 +101,23 @@ class Launch:
 
 @dataclass
 class Model:
-    """`model`: the weights to start from."""
+    """`model`: the weights to start from, and how attention is computed."""
 
     path: str | None = None
-    """Required. A local directory in Hugging Face's layout (config.json, *.safetensors, tokenizer.json), or a model's
-    id on the hub (`Qwen/Qwen3-0.6B`), which is downloaded into the hub's own cache unless it is there."""
+    """Required. A local directory in Hugging Face's layout (config.json, *.safetensors, tokenizer.json), or the id of a
+    model on the hub, such as `Qwen/Qwen3-0.6B`. A model of the hub is downloaded into the hub's own cache unless it is
+    there already."""
     init: Literal["pretrained", "scratch"] = "pretrained"
-    """pretrained reads the weights; scratch draws them from `run.seed` and reads config.json and the tokenizer only."""
+    """pretrained: read the weights from `path`. scratch: initialise the weights from `run.seed`, and read only
+    config.json and the tokenizer from `path`."""
     attention: Literal["auto", "sdpa", "varlen"] = "auto"
-    """sdpa: torch's scaled_dot_product_attention. varlen: torch's variable-length flash attention for packed rows,
-    windows and context parallel, on CUDA in bfloat16 or float16. auto: a check at the start compares varlen with sdpa
-    on the device. If the numbers agree, varlen is taken, else sdpa, which needs a mask. The terminal says which."""
+    """Attention kernel. sdpa: torch's scaled_dot_product_attention. varlen: torch's variable-length flash attention for
+    packed rows, windows and context parallel; it needs CUDA and bfloat16 or float16. auto: compare both on the device
+    at the start, and use varlen if the numbers agree, else sdpa with a mask. The terminal shows which one is used."""
     linear_attention: Literal["auto", "torch", "fla"] = "auto"
-    """Of models with linear attention (Qwen3.5). torch: by chunks, on every device. fla: flash-linear-attention's
-    kernels (`pip install 'dtrain[fla]'`), on CUDA in bfloat16 or float16. auto: fla where it is installed and a check
-    at the start finds torch's numbers, else torch. The terminal says which."""
+    """Kernel for the linear attention of models such as Qwen3.5. torch: computes chunk by chunk, on every device. fla:
+    kernels of flash-linear-attention (`pip install 'dtrain[fla]'`), on CUDA in bfloat16 or float16. auto: fla if it is
+    installed and agrees with torch in a check at the start, else torch. The terminal shows which one is used."""
 
     @property
     def directory(self) -> Path:
@@ -122,25 +127,25 @@ class Model:
 
 @dataclass
 class Source:
-    """Files, and what their rows look like."""
+    """Files with data, and the format of their rows."""
 
     path: str | list[str] | None = None
-    """A file (JSONL, JSON, CSV, parquet), a glob, or a list of them; or a dataset's id on the Hugging Face hub
-    (`trl-lib/Capybara`), which is downloaded into the hub's own cache unless it is there; or a URL
-    (`s3://`, `gs://`, `hf://`, `https://`) or a pattern of one, whose files are copied into `data.cache_dir` once.
-    Required, or `sources`."""
+    """Required unless `sources` is set. One of: a file (JSONL, JSON, CSV, parquet), a glob, or a list of these; the id
+    of a dataset on the Hugging Face hub, such as `trl-lib/Capybara`, which is downloaded into the hub's own cache
+    unless it is there already; or a URL (`s3://`, `gs://`, `hf://`, `https://`) or a pattern of URLs, whose files are
+    copied into `data.cache_dir` once."""
     split: str = "train"
-    """Of a dataset of the hub: which of its splits."""
+    """For a dataset on the hub: its split."""
     subset: str | None = None
-    """Of a dataset of the hub: which of its subsets (configs). null: its default."""
+    """For a dataset on the hub: its subset (config). null: the default subset."""
     revision: str | None = None
-    """Of a dataset of the hub: a branch, a tag or a commit. null: its main branch, as the cache has it."""
+    """For a dataset on the hub: a branch, a tag or a commit. null: the main branch, as the cache has it."""
     format: Format = "auto"
-    """What the rows are. auto looks at the first row of each file, and says what it found."""
+    """Format of the rows. auto: decided by the first row of each file. The terminal shows the result."""
     columns: dict[str, str] = field(default_factory=dict)
-    """dtrain's name of a column, and the file's own: `{messages: conversations, tools: functions}`. A dot leads into an
-    object: `{answer: reward_model.ground_truth}`. A column that the format needs must be in every row; another must be
-    at least in the first row of each file."""
+    """Names of columns that differ from dtrain's, as a mapping from dtrain's name to the file's: `{messages:
+    conversations, tools: functions}`. A dot selects a value in an object: `{answer: reward_model.ground_truth}`. A
+    column that the format needs must be in every row; any other must be in the first row of each file."""
 
 
 @dataclass
@@ -148,20 +153,21 @@ class WeightedSource(Source):
     """Entry of `data.train.sources`."""
 
     weight: Annotated[float, SIZE] = 1.0
-    """How many times an epoch holds each sample: 2.5 takes all twice and half of them once more, 0 takes none."""
+    """How many times an epoch contains each sample. 2.5: all samples twice, and half of them a third time. 0: none."""
 
 
 @dataclass
 class DataSource(Source):
-    """`data.train` and `data.val`: files, and what their rows look like."""
+    """`data.train` and `data.val`: files with data, and the format of their rows."""
 
     sources: list[WeightedSource] | None = None
-    """Several weighted sources, `[{path, format, weight}]`, each with the keys above; replaces `path`."""
+    """Several sources with weights, in place of `path`: `[{path: a.jsonl, weight: 2}, {path: b.jsonl}]`. Each entry
+    takes the keys above."""
 
 
 @dataclass
 class Data:
-    """`data`: samples and rows."""
+    """`data`: the training and validation sets, and how samples become rows."""
 
     train: DataSource = field(default_factory=DataSource)
     """The training set."""
@@ -172,106 +178,113 @@ class Data:
             "a section, a share between 0 and 1, or a number of rows",
         ),
     ] = None
-    """The validation set; null: none. Or a share of the training rows, such as 0.05, or a number of them, such as 200;
-    these rows then do not train. A hash of its content and `run.seed` decides for each row. A share is about this
-    large, and a row stays where it is when others join it. A number is exact unless equal rows would be parted: they
-    stay together."""
+    """The validation set, with the keys of `data.train`. Or a share of the training rows, such as 0.05, or a number of
+    them, such as 200; these rows are then not trained on. A hash of its content and `run.seed` decides for each row, so
+    a row stays in the same set if others are added. A share is met approximately. A number is met exactly, except that
+    equal rows stay together. null: no validation."""
     max_length: Annotated[
         int, (lambda v: 2 <= v < 2**31, "at least 2, a token and the one after it, and below 2 ** 31")
     ] = 4096
-    """Tokens of the longest sequence, prompt and completion together. A packed row has this many tokens, under dpo
-    twice as many."""
+    """Maximum number of tokens of a sequence, prompt and completion together. A packed row has this many tokens, or
+    twice as many under dpo."""
     packing: Annotated[bool | str, AUTO] = True
-    """auto | true | false. true: several samples share a row and do not see one another. false: one sample a row,
-    padded. auto: true, where that leaves 16 rows or more of a pass over the data; the terminal says which."""
+    """true: several samples share a row and do not attend to one another. false: one sample per row, with padding.
+    auto: true if a pass over the data then has at least 16 rows. The terminal shows which one is used."""
     loss_on: Literal["assistant", "completion", "last", "all"] = "assistant"
-    """Trained tokens: the assistant's turns, what follows the prompt, the last turn alone, or every token."""
+    """Which tokens are trained. assistant: the assistant's turns. completion: everything after the prompt. last: only
+    the last turn. all: every token."""
     shuffle: bool = True
-    """Each epoch has its own order of the samples, drawn from `run.seed`."""
+    """true: each epoch has its own order of the samples, which follows from `run.seed`. false: the order of the
+    files."""
     too_long: Literal["truncate", "drop", "error"] = "truncate"
-    """What happens to a sample longer than `max_length`. Counts are printed."""
+    """What happens to a sample of more than `max_length` tokens. truncate: it is cut. drop: it is left out. error: the
+    run ends. The terminal shows how many samples are concerned."""
     num_workers: Annotated[int, (lambda v: 0 <= v <= 256, "at least 0, and at most 256")] = 0
-    """Counts two things. Processes that tokenise: 0 means one per core. Processes of each rank that prepare batches
-    ahead: 0 means none."""
+    """Number of processes, for two tasks. Tokenising: 0 means one process per core. Preparing batches in advance, for
+    each rank: 0 means no process."""
     cache_dir: str | None = None
-    """Where tokenized sets are kept, shared by all runs that name it. null: `.cache` in `run.dir`."""
+    """Directory for tokenized data. All runs that use it share its content. null: `.cache` in `run.dir`."""
     image_max_pixels: Annotated[int | None, at_least(1)] = None
-    """Pixels of the largest image as the model takes it; a larger one is made smaller. null: as the model's image
-    processor says. Fewer pixels are fewer tokens."""
+    """Maximum number of pixels of an image for the model; a larger image is scaled down. Fewer pixels give fewer
+    tokens. null: the value of the model's image processor."""
     image_most_pixels: Annotated[int, (lambda v: 1 <= v <= 2**31, "at least 1, and at most 2 ** 31")] = 64_000_000
-    """Pixels of the largest image as it is stored; a larger one is refused before it is decoded."""
+    """Maximum number of pixels of an image file. A larger image is refused before it is decoded."""
     chat_template: str | None = None
-    """A file with a jinja chat template. null: the model's own."""
+    """A file with a jinja chat template. null: the model's own template."""
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Variables for the chat template, such as `{enable_thinking: false}`."""
     special_tokens: Literal["structure", "all", "none"] = "structure"
-    """structure | all | none: which special tokens of the tokenizer are read as plain characters where a user or a tool
-    writes their text in a chat. structure: those that the chat template or the image processor writes itself, and
-    padding, begin and end of text. Others, such as Qwen-VL's `<|box_start|>` or reserved tokens, stay tokens. all: all
-    of them. none: none, as in transformers; a user who writes `<|im_end|>` then ends the turn."""
+    """Which special tokens of the tokenizer are read as plain characters if a user or a tool writes their text in a
+    chat. structure: those that the chat template or the image processor writes itself, and the tokens for padding,
+    begin and end of text. Others, such as Qwen-VL's `<|box_start|>` or reserved tokens, stay special. all: all special
+    tokens. none: no special tokens, as in transformers; a user who writes `<|im_end|>` then ends the turn."""
     allow_dropped_text: bool = False
-    """Train although the chat template leaves out more than half of the text that should be trained, such as the
-    reasoning of a template that removes everything up to `</think>`."""
+    """true: train although the chat template leaves out more than half of the text that should be trained. For example,
+    some templates remove the reasoning up to `</think>`. false: this is an error."""
     prompts_as: Literal["text", "user"] | None = None
-    """text | user | null: how prompts that are plain strings are read. text: they are continued as raw text. user: the
-    chat template writes the prompt as a user's message, and its completions as an assistant's. null: text in training.
-    An evaluation reads such prompts as the training data's were read, and where that had none as a user's messages. The
-    terminal says what is done."""
+    """How prompts that are plain strings are read. text: as raw text, which the completion continues. user: the chat
+    template formats the prompt as a user's message and the completion as an assistant's message. null: text in
+    training. An evaluation then reads prompts as the training data's were read, or as user's messages if the training
+    data has none. The terminal shows which one is used."""
 
 
 @dataclass
 class Parallel:
-    """`parallel`: the mesh. The product of its four sizes is the number of processes. Results do not depend on it."""
+    """`parallel`: the mesh. The product of dp_replicate, dp_shard, cp and tp is the number of processes. Results do not
+    depend on the mesh."""
 
     dp_replicate: Annotated[int, at_least(1)] = 1
-    """Copies of the sharded model (HSDP)."""
+    """Number of copies of the sharded model (HSDP)."""
     dp_shard: Annotated[int, (lambda v: v >= 1 or v == -1, "at least 1, or -1 to take the ranks that are left")] = -1
-    """Ranks that share the parameters and see different data (FSDP2). -1 takes what the others leave."""
+    """Fully sharded data parallel (FSDP2): number of ranks over which the parameters are sharded, each with different
+    data. -1: all ranks that the other sizes leave."""
     cp: Annotated[int, at_least(1)] = 1
-    """Context parallel: ranks that share each sequence."""
+    """Context parallel: number of ranks over which each sequence is split."""
     tp: Annotated[int, at_least(1)] = 1
-    """Tensor parallel: ranks that share each layer's matrices."""
+    """Tensor parallel: number of ranks over which the matrices of each layer are split."""
     ep: Annotated[int, at_least(1)] = 1
-    """Expert parallel: ranks that share the experts of each layer, among those of dp_shard × cp, which it must divide.
-    The number of processes stays the product of the other four."""
+    """Expert parallel: number of ranks over which the experts of each layer are distributed. These ranks are part of
+    dp_shard × cp, which ep must divide, so ep does not change the number of processes."""
     sequence_parallel: bool = True
-    """Under tp: the activations between the matrices are split over the sequence."""
+    """With tp: split the activations between the matrices over the sequence as well."""
     cp_rotate: Literal["allgather", "ring"] = "allgather"
-    """How keys and values travel under cp."""
+    """How keys and values are exchanged under cp. allgather: each rank gathers all of them. ring: they pass from rank
+    to rank, so that each rank has one part at a time."""
     custom_plan: Annotated[
         str | dict[str, str] | None,
         (lambda v: len(v) > 0, "a table of module pattern and style, an import path, or null"),
     ] = None
-    """A tensor-parallel plan in place of the model's own: a table, module pattern → style
-    (dtrain/parallel/README.md), or the import path of a table or of a function that gives one."""
+    """A tensor-parallel plan in place of the model's own. Either a mapping from module patterns to styles
+    (dtrain/parallel/README.md), or the import path of such a mapping or of a function that returns one."""
     cpu_offload: bool = False
-    """Parameters and optimizer state live in host memory and visit the device. On a CPU this changes nothing."""
+    """true: parameters and optimizer state are stored in host memory, and are copied to the device when they are
+    needed. This has no effect on a CPU."""
     optimizer_offload: Annotated[bool | str, AUTO] = "auto"
-    """auto | true | false. true: the moments of adamw and adam and the float32 weights live in pinned host memory. The
-    device holds copies of the weights in `train.dtype`. Parts of both visit the device at the step, copied while others
-    are computed. Gradients stay on the device; the numbers are the same. On a CPU this changes nothing. auto: as
-    `train.micro_batch`."""
+    """true: the float32 weights and the moments of adamw and adam are stored in pinned host memory, and the device has
+    copies of the weights in `train.dtype`. At the optimizer step, parts of both are copied to the device while other
+    parts are computed. Gradients stay on the device. The numbers are the same. This has no effect on a CPU. auto: as
+    for `train.micro_batch`."""
     reduce_each: Annotated[bool | str, AUTO] = "auto"
-    """auto | true | false, for accumulation above 1. true: gradients are reduced after every micro-batch. Between two
-    micro-batches a rank then keeps the gradients of its own shards only, which saves up to 4 bytes for each parameter
-    that tp leaves it, for one more reduce-scatter per micro-batch. false: once, after the last. HSDP's all-reduce comes
-    once in both cases. auto: as `train.micro_batch`."""
+    """For more than one micro-batch per step. true: gradients are reduced after every micro-batch. Between
+    micro-batches a rank then keeps only the gradients of its own shards, which saves up to 4 bytes for each parameter
+    of its tensor-parallel part, and costs one more reduce-scatter per micro-batch. false: gradients are reduced once,
+    after the last micro-batch. The all-reduce of HSDP happens once in both cases. auto: as for `train.micro_batch`."""
     reshard_after_forward: Annotated[
         bool | str, (lambda v: v in ("default", True, False), "default, true or false")
     ] = "default"
-    """default | true | false: whether gathered parameters are freed between forward and backward. default: yes for
-    all layers but the last; no for the last one, the head and an embedding tied to it."""
+    """Whether gathered parameters are freed between forward and backward. default: yes for all layers but the last; no
+    for the last layer, the head, and an embedding that is tied to the head."""
 
 
 @dataclass
 class Train:
-    """`train`: the loop."""
+    """`train`: the training loop."""
 
     steps: Annotated[int | None, (lambda v: 1 <= v <= 10**9, "at least 1, and at most a thousand million")] = None
-    """Optimizer steps. Required, or `epochs`."""
+    """Number of optimizer steps. Required unless `epochs` is set."""
     epochs: Annotated[int | float | None, (lambda v: 0 < v <= 10**6, "more than 0, and at most a million")] = None
-    """Passes over the training set, such as 3 or 2.5; the last batch may be short. Stands in for `steps`; an override
-    of one unsets the other."""
+    """Number of passes over the training set, such as 3 or 2.5. The last batch may be short. Excludes `steps`: an
+    override of one unsets the other."""
     global_batch: Annotated[
         int | str,
         (
@@ -279,64 +292,70 @@ class Train:
             "a whole number, at least 1 and at most a million, or auto",
         ),
     ] = 64
-    """Rows per optimizer step over all ranks: micro_batch × accumulation × dp. Accumulation is derived. auto: the
-    largest power of two up to 16 that makes 32 steps or more of a pass over the data (1 where none does), and under
-    grpo all completions of a rollout; the terminal says which."""
+    """Rows per optimizer step over all ranks. It is the product of micro_batch, the accumulation steps and the
+    data-parallel ranks; the accumulation steps are derived. auto: the largest power of two up to 16 with which a pass
+    over the data has at least 32 steps, or 1 if there is none; under grpo, all completions of a rollout. The terminal
+    shows the number."""
     micro_batch: Annotated[int | str, COUNT] = "auto"
-    """Rows that a rank holds in memory at once. Under dpo without packing: pairs, which are two rows each. auto: as
-    many as the devices hold and as make a step fast. A plan of the run decides it at the start, by the memory of the
-    devices and rows of `data.max_length` tokens; a tenth of the memory stays free. With it the plan decides what else
-    is auto: `activation_checkpointing`, `activation_offload`, `tile`, `parallel.reduce_each` and
-    `parallel.optimizer_offload`. The terminal says what and why. `dtrain plan` shows the same for other devices."""
+    """Rows per rank in one forward and backward. Under dpo without packing these are pairs, of two rows each. auto: as
+    many as fit in the devices' memory and make a step fast. The run plans its memory at the start for rows of
+    `data.max_length` tokens, and leaves a tenth of the memory free. The same plan decides the other keys that are auto:
+    `activation_checkpointing`, `activation_offload`, `tile`, `parallel.reduce_each` and `parallel.optimizer_offload`.
+    The terminal shows each choice with its reason. `dtrain plan` shows the same for other devices."""
     dynamic_batch: bool = False
-    """For `data.packing: false`. A micro-batch holds rows of similar length: as many as fit, with their padding, where
-    micro_batch rows of max_length tokens would; the ranks' shares of a batch are alike in tokens. No number changes."""
+    """For `data.packing: false`. true: a micro-batch contains rows of similar length, as many as fit, with their
+    padding, into the tokens of micro_batch rows of max_length tokens. The ranks get about the same number of tokens.
+    The numbers are the same."""
     dtype: Literal["auto", "bfloat16", "float16", "float32", "float64"] = "auto"
-    """What the model computes in. auto: bfloat16 on cuda, float32 on cpu. Trained weights are kept in float32, or as
-    `masters` says; under float64 in float64."""
+    """Data type of the model's computation. auto: bfloat16 on cuda, float32 on cpu. Trained weights are stored in
+    float32, or as `masters` says; with float64 they are stored in float64."""
     masters: Literal["float32", "bfloat16"] = "float32"
-    """bfloat16: trained weights have no float32 copy, and updates are rounded up or down at random, by `run.seed`.
-    Gradients are kept in bfloat16 too, and added up over ranks and micro-batches in float32. Under
-    `parallel.reduce_each` no float32 copy of them is ever whole: the sum over micro-batches is rounded at random too.
-    Works with adamw, adam and muon, and with `dtype` bfloat16, which auto then means."""
+    """Data type in which trained weights are stored. bfloat16: no float32 copy, and updates are rounded up or down at
+    random (stochastic rounding) from `run.seed`. Gradients are stored in bfloat16 too, and summed over ranks and
+    micro-batches in float32. With `parallel.reduce_each` the sum over micro-batches is rounded at random as well, so
+    that there is never a full float32 copy of the gradients. Works with adamw, adam and muon, and with `dtype`
+    bfloat16, which auto then means."""
     max_grad_norm: Annotated[float | None, (lambda v: v > 0, "more than 0, or null for no clipping")] = 1.0
-    """Where the norm of the whole model's gradient is larger, the gradient is scaled down to it. null: never."""
+    """Maximum norm of the full model's gradient. A larger gradient is scaled down to this norm. null: no clipping."""
     activation_checkpointing: Literal["auto", "none", "full", "mlp", "selective"] = "auto"
-    """Activations that are not kept but computed again in the backward pass: less memory, more time. auto: as
-    `micro_batch`."""
+    """Which activations are computed again in the backward pass instead of being stored: less memory, more time. none:
+    no activation. mlp: those of the MLPs. selective: all but the results of matrix products and attention. full: all
+    within a layer. auto: as for `micro_batch`."""
     activation_offload: Annotated[bool | str, AUTO] = "auto"
-    """auto | true | false. true: what layers keep for the backward pass goes to pinned host memory and comes back ahead
-    of it, beside the computing. The numbers are the same. With `activation_checkpointing: full` that is one tensor a
-    layer; under selective, the results of products and attention stay on the device. On a CPU it is copied all the
-    same. auto: as `micro_batch`."""
+    """true: the tensors that layers store for the backward pass are copied to pinned host memory, and are copied back
+    ahead of the backward pass, in parallel with the computation. The numbers are the same. With
+    `activation_checkpointing: full` that is one tensor per layer; with selective, the results of matrix products and
+    attention stay on the device. On a CPU the tensors are copied as well. auto: as for `micro_batch`."""
     tile: Literal["auto", "none", "mlp", "all"] = "auto"
-    """For long rows. mlp: what lies in a layer after attention, its MLP most of all, is computed over tiles of 4096
-    tokens, and again in the backward pass. all: so is what lies before attention, and attention goes by groups of
-    heads, one key head with its query heads at a time. Mixtures of experts are not tiled. The numbers are the same.
-    auto: as `micro_batch`."""
+    """For long rows: compute parts of a layer in tiles to save memory. mlp: everything in a layer after attention,
+    mostly its MLP, is computed in tiles of 4096 tokens, and again in the backward pass. all: so is everything before
+    attention, and attention is computed by groups of heads, one key head with its query heads at a time. Mixtures of
+    experts are not tiled. The numbers are the same. auto: as for `micro_batch`."""
     compile: Annotated[bool | str, AUTO] = False
-    """auto | true | false. torch.compile for each layer, without its attention. auto: on CUDA, where Triton and a
-    C compiler are installed."""
+    """true: compile each layer with torch.compile, except for its attention. auto: true on CUDA if Triton and a C
+    compiler are installed."""
     vision: Literal["frozen", "projector", "all"] = "frozen"
-    """Trained part of a vision tower. projector: the part that maps its features to the text's embeddings. A frozen
-    part stays as the model's files have it. `train_only` and `freeze` leave out more."""
+    """Which part of a vision tower is trained. frozen: nothing. projector: the part that maps image features to the
+    embeddings of the text model. all: everything. A frozen part keeps the weights of the model's files. `train_only`
+    and `freeze` may exclude more."""
     train_only: list[str] = field(default_factory=list)
-    """Patterns of the parameters to train, such as `model.layers.31.*`. All others are frozen. []: all are trained.
-    `*` stands for any text, dots too; `?` for one character; `[01]` for one of these."""
+    """Patterns of the parameters to train, such as `model.layers.31.*`. All others are frozen. In a pattern, `*`
+    matches any text, dots included, `?` one character, and `[01]` one of these characters. []: all parameters are
+    trained."""
     freeze: list[str] = field(default_factory=list)
-    """Patterns of the parameters to freeze; they win over `train_only`. A frozen parameter is kept in `dtype`, and has
-    no gradient, optimizer state or master copy."""
+    """Patterns of the parameters to freeze, as in `train_only`, over which they take precedence. A frozen parameter is
+    stored in `dtype`, and has no gradient, optimizer state or master copy."""
     validate_every: Annotated[
         int | str | None, (COUNT[0], "a whole number, at least 1, auto, or null for no validation")
     ] = "auto"
-    """Steps between validations on `data.val`; the last step is validated too. auto: with `data.val`, a fifth of the
-    steps, so four times on the way and at the end; with `checkpoint.keep_best` of a validation's field, at every save.
-    null: never."""
+    """Optimizer steps between validations on `data.val`. The last step is validated too. auto: a fifth of the steps, so
+    that there are five validations; with `checkpoint.keep_best` of a validation metric, at every save. null: never."""
     skip_nonfinite: Annotated[int, at_least(0)] = 0
-    """How many steps in a row may be skipped because a gradient is not finite. 0: the first one ends the run."""
+    """How many steps in a row may be skipped because a gradient is not finite. 0: the first such gradient ends the
+    run."""
     patience: Annotated[int | None, at_least(1, ", or null to go on to the last step")] = None
-    """The run ends, as at its last step, once so many measures of `checkpoint.keep_best` in a row were not better than
-    the best before them. null: never."""
+    """Early stopping: the run ends after this many measurements of `checkpoint.keep_best` in a row that were not better
+    than the best one before. null: never."""
 
     @property
     def num_batch_rows(self) -> int:
@@ -356,94 +375,97 @@ class Train:
 
 @dataclass
 class Lora:
-    """`lora`: an adapter is trained, and the model's own weights stay as they are. null: full fine-tuning."""
+    """`lora`: train an adapter, and keep the model's own weights as they are. null: full fine-tuning."""
 
     rank: Annotated[int, at_least(1, ", or lora=null for full fine-tuning")] = 16
-    """Rows of A and columns of B, the two small matrices beside each layer's own."""
+    """Rank r of the adapter: the rows of A and the columns of B."""
     alpha: Annotated[float, _POSITIVE] = 32.0
-    """B·A is scaled by alpha ÷ rank."""
+    """The product B·A is scaled by alpha ÷ rank."""
     dropout: Annotated[float, (lambda v: 0 <= v < 1, "from 0 up to 1, and below it")] = 0.0
-    """The share of a layer's inputs that the adapter does not see."""
+    """Dropout probability of the inputs of A."""
     target: Annotated[
         str | list[str], (lambda v: len(v) > 0 and _NAMES[0](v), "all-linear, a list of names, or a regular expression")
     ] = "all-linear"
-    """The layers with an adapter. all-linear: every linear layer but the head, of a vision tower none; a list of names
-    (`[q_proj, v_proj]`); or a regular expression for whole names (`.*self_attn.*`); both may mean a tower's too. In a
-    list `experts` means the matrices of a mixture's experts, which are no linear layers, and `gate.weight` its routers:
-    `[all-linear, experts]`, `[q_proj, experts.down_proj, gate.weight]`."""
+    """The layers with an adapter. all-linear: every linear layer of the text model except for the head. Or a list of
+    names, such as `[q_proj, v_proj]`. Or a regular expression for full names, such as `.*self_attn.*`. Lists and
+    regular expressions may match layers of a vision tower too. In a list, `experts` stands for the matrices of a
+    mixture's experts, which are not linear layers, and `gate.weight` for its routers: `[all-linear, experts]`,
+    `[q_proj, experts.down_proj, gate.weight]`."""
     exclude: Annotated[
         str | list[str],
         (lambda v: v not in ("", "all-linear") and _NAMES[0](v), "a list of names, or a regular expression"),
     ] = field(default_factory=list)
-    """Layers that get no adapter although `target` names them: names, or a regular expression."""
+    """Layers that get no adapter although `target` matches them: a list of names, or a regular expression."""
     rslora: bool = False
-    """The scale is alpha ÷ √rank (arXiv:2312.03732)."""
+    """true: scale by alpha ÷ √rank (rsLoRA, arXiv:2312.03732)."""
     dora: bool = False
-    """DoRA: the length of each weight's rows is trained apart from their direction (arXiv:2402.09353)."""
+    """true: train the norm of each weight's rows separately from their direction (DoRA, arXiv:2402.09353)."""
     rank_pattern: Annotated[
         dict[str, int], (lambda v: all(rank >= 1 for rank in v.values()), "a mapping to ranks of at least 1")
     ] = field(default_factory=dict)
-    """Other ranks for some layers: a regular expression for the end of a name, and a rank: `{down_proj: 32}`."""
+    """Other ranks for some layers, by a regular expression for the end of their names: `{down_proj: 32}`."""
     alpha_pattern: Annotated[
         dict[str, float], (lambda v: all(map(_POSITIVE[0], v.values())), "a mapping to finite numbers above 0")
     ] = field(default_factory=dict)
-    """Other alphas, in the same way."""
+    """Other values of alpha for some layers, in the same way."""
     modules_to_save: Annotated[list[str], _NAMES] = field(default_factory=list)
-    """Modules that are trained whole beside the adapter, by the ends of their names: `[embed_tokens, lm_head]`. Of a
-    vision tower with all that is within them: `[visual.merger]`, `[multi_modal_projector]`."""
+    """Modules that are fully trained and saved with the adapter, by the ends of their names: `[embed_tokens, lm_head]`.
+    In a vision tower with all modules inside: `[visual.merger]`, `[multi_modal_projector]`."""
     path: str | None = None
-    """The directory of an adapter in PEFT's layout to go on from. Its own settings then count for the keys above. Only
-    a dropout above 0 replaces the adapter's."""
+    """Directory of an adapter in PEFT's layout whose training is continued. Its own settings replace the keys above,
+    except for a dropout above 0."""
     quantize: Literal["none", "nf4"] = "none"
-    """nf4: the linear layers' and experts' own weights are held in 4 bits (QLoRA, arXiv:2305.14314), those of routers
-    and of a vision tower not. A checkpoint that bitsandbytes quantized stays as it is."""
+    """nf4: store the model's own weights of linear layers and experts in 4 bits (QLoRA, arXiv:2305.14314). Routers and
+    vision towers are not quantized. A checkpoint that bitsandbytes quantized stays as it is."""
 
 
 @dataclass
 class Optimizer:
-    """`optimizer`: how a gradient changes the weights."""
+    """`optimizer`: the optimizer and its settings."""
 
     name: str = "adamw"
-    """adamw | adam | sgd | adafactor | muon, or the import path of a torch Optimizer. muon steps matrices by Muon, each
-    whole on every mesh, and embeddings, heads and vectors by AdamW; its `kwargs`: momentum (0.95), nesterov (true),
-    ns_steps (5), ns_coefficients, adjust_lr_fn (match_rms_adamw, for rates as AdamW's; or original)."""
+    """adamw, adam, sgd, adafactor, muon, or the import path of a torch Optimizer. muon updates matrices with Muon, each
+    as a whole on every mesh, and embeddings, heads and vectors with AdamW. Its `kwargs` are momentum (0.95), nesterov
+    (true), ns_steps (5), ns_coefficients, and adjust_lr_fn: match_rms_adamw, for learning rates as with AdamW, or
+    original."""
     lr: Annotated[float, SIZE] = 1e-5
-    """The peak learning rate."""
+    """Maximum learning rate. `scheduler` says how it changes over the steps."""
     adam_lr: Annotated[float | None, (SIZE[0], "a finite number, at least 0, or null for optimizer.lr")] = None
-    """The peak learning rate of what muon leaves to AdamW. null: `lr`."""
+    """With muon: maximum learning rate of the parameters that AdamW updates. null: `lr`."""
     betas: Annotated[
         list[float], (lambda v: len(v) == 2 and all(0 <= b < 1 for b in v), "two numbers from 0 up to 1")
     ] = field(default_factory=lambda: [0.9, 0.95])
-    """Adam's decay of the first and second moment."""
+    """Adam's decay rates of the first and second moment."""
     eps: Annotated[float, SIZE] = 1e-8
-    """Adam's term in the denominator."""
+    """Adam's epsilon, which is added to the denominator."""
     weight_decay: Annotated[float, SIZE] = 0.1
-    """Applies to tensors of two or more dimensions, embeddings included."""
+    """Weight decay of tensors with two or more dimensions, embeddings included."""
     kwargs: dict[str, Any] = field(default_factory=dict)
-    """More arguments of the optimizer's class; they win over the keys above. `state`, `train.masters` and
-    `parallel.optimizer_offload` bring dtrain's own adamw and adam, which take lr, betas, eps and weight_decay."""
+    """More arguments for the optimizer's class. They take precedence over the keys above. dtrain's own adamw and adam,
+    which `state`, `train.masters` and `parallel.optimizer_offload` use, take only lr, betas, eps and weight_decay."""
     state: Literal["float32", "bfloat16", "int8"] = "float32"
-    """The type of adamw's and adam's moments: 8, 4 or about 2 bytes for each trained parameter. Vectors, tensors of
-    less than 4096 elements and embeddings keep float32."""
+    """Data type of the moments of adamw and adam: 8, 4 or about 2 bytes per trained parameter. Vectors, tensors of less
+    than 4096 elements and embeddings keep float32."""
 
 
 @dataclass
 class Scheduler:
-    """`scheduler`: the learning rate over the steps. It moves once per optimizer step."""
+    """`scheduler`: the learning rate over the steps. It changes once per optimizer step."""
 
     name: str = "cosine"
-    """constant | cosine | linear | wsd, or the import path of a torch LRScheduler. All four begin with the warm-up,
-    from a rate of 0. wsd then stays at lr, and falls over its last `decay_steps`."""
+    """constant, cosine, linear, wsd, or the import path of a torch LRScheduler. The first four begin with a linear
+    warm-up from 0. wsd (warmup-stable-decay) then stays at lr, and decays in its last `decay_steps`."""
     warmup: Annotated[int | float, _WARMUP] = 0.03
-    """The learning rate rises over so many steps first: a share of all steps where it is below 1 (rounded down), a
-    count where it is a whole number. Step s of w, from 0, uses lr·s ÷ w. An import path's class is made without it: its
-    own arguments stand in `kwargs`."""
+    """Length of the warm-up: below 1 a share of all steps (rounded down), as a whole number a number of steps. Step s
+    of w, counted from 0, uses lr·s ÷ w. For an import path there is no warm-up; set the arguments of its class in
+    `kwargs`."""
     warmup_steps: Annotated[int | None, at_least(0, ", or null")] = None
-    """The same as a count. It wins over `warmup` where it is given."""
+    """Length of the warm-up in steps. Takes precedence over `warmup`. null: `warmup` counts."""
     min_lr_ratio: Annotated[float, FRACTION] = 0.1
-    """The schedule would reach lr·min_lr_ratio at s = `train.steps`. constant stays at lr."""
+    """Final learning rate as a share of lr: the schedule reaches lr·min_lr_ratio at step `train.steps`. constant stays
+    at lr."""
     kwargs: dict[str, Any] = field(default_factory=dict)
-    """More arguments: of an import path's class, or `decay_steps` of wsd (default: a fifth of the steps)."""
+    """More arguments: those of an import path's class, or `decay_steps` of wsd (default: a fifth of the steps)."""
 
     def num_warmup_steps(self, steps: int) -> int:
         """Steps of warm-up in a schedule of `steps`."""
@@ -459,110 +481,119 @@ class Stage(Scheduler):
     Each stage counts its own steps from 0 (torch's SequentialLR), and warms up only where it says so."""
 
     warmup: Annotated[int | float, _WARMUP] = 0
-    """As above, of the stage's own steps."""
+    """As `scheduler.warmup`, relative to the steps of this stage."""
     steps: Annotated[int | None, at_least(1)] = None
-    """Optimizer steps of the stage; the last stage may leave it out and take the rest."""
+    """Optimizer steps of the stage. Only the last stage may leave it out, and takes the remaining steps."""
 
 
 @dataclass
 class Checkpoint:
-    """`checkpoint`: what is saved, and from where a run goes on."""
+    """`checkpoint`: what is saved, and how a run resumes."""
 
     every: Annotated[int | None, at_least(1, ", or null for no checkpoints")] = 100
-    """Steps between saves; the last step is saved too. null: nothing is saved."""
+    """Optimizer steps between checkpoints. The last step is saved too. null: nothing is saved."""
     keep_last: Annotated[int | None, at_least(1, ", or null to keep all")] = 3
-    """How many of the newest saves stay. null: all."""
+    """Number of newest checkpoints to keep. null: keep all."""
     keep_every: Annotated[int | None, at_least(1, ", or null")] = None
-    """Saves at multiples of this many steps stay too. null: no save stays for this reason."""
+    """Also keep checkpoints at multiples of this many steps. null: none for this reason."""
     keep_best: str | None = None
-    """val_loss, or under grpo val_reward_mean: the save with the best value stays too; `every` is then a multiple of
-    `train.validate_every`. Or a field of an evaluation, such as `eval_reward_mean` or `eval_math_pass@1`, and `every` a
-    multiple of that one's. loss: the step's own batch decides. null: no save stays for this reason."""
+    """Also keep the checkpoint with the best value of this metric. val_loss, or under grpo val_reward_mean: `every`
+    must then be a multiple of `train.validate_every`. A metric of an evaluation, such as `eval_reward_mean` or
+    `eval_math_pass@1`: `every` must be a multiple of the evaluation's. loss: the loss of the step's own batch. null:
+    none for this reason."""
     resume: str | None = "auto"
-    """auto: go on from the run's newest whole save, if there is one. Damaged saves are named, left out, and kept as
-    damaged-step-N. null: start over; the directory may hold no metrics. Or a `step-N` directory that this run begins
-    from; later it goes on from its own saves."""
+    """auto: resume from the run's newest complete checkpoint, if there is one. Damaged checkpoints are reported,
+    skipped, and renamed to damaged-step-N. null: start from the beginning; the run's directory must not contain
+    metrics. Or a `step-N` directory from which this run begins; later it resumes from its own checkpoints."""
     async_save: bool = True
-    """Training goes on while a save is written. It waits only for a copy of model and optimizer in host memory. A run
-    waits for its last save, and for the save when it was told to stop. With `parallel.optimizer_offload` it waits for
-    every save: what is on the host already is not copied there again."""
+    """true: training continues while a checkpoint is written, after the model and the optimizer state were copied to
+    host memory. The run waits for its last save, and for the save after a stop signal. With
+    `parallel.optimizer_offload` it waits for every save, since state that is in host memory already is not copied
+    again."""
     export: Literal["final", "every", "none"] = "final"
-    """When `export/`, a Hugging Face directory, is written: at the end, again with every save, or never (also null)."""
+    """When `export/`, a Hugging Face directory, is written. final: at the end. every: with every checkpoint. none (or
+    null): never."""
     init_from: str | None = None
-    """A run's directory (its newest checkpoint) or a `step-N`. This run starts with its weights, and nothing else of
-    it, in place of those of `model.path`. Later it resumes from its own checkpoints, and that step stays its start."""
+    """A run's directory (its newest checkpoint) or a `step-N` directory. The run starts with these weights in place of
+    those of `model.path`; optimizer state, step and data position start anew. Later it resumes from its own
+    checkpoints, and that step stays its start."""
     allow_changes: list[str] = field(default_factory=list)
-    """Keys or sections of model, data and optimizer that may differ from what a resumed run started with. Never
-    `method`, and never what decides which tensors are saved and of which type: `optimizer.name`, `optimizer.state`,
-    `train.masters`, and for example `lora.rank`. A change of these is a new run."""
+    """Keys or sections of model, data and optimizer that may change on a resume, such as `[optimizer.lr]`. Not allowed
+    are `method`, and keys that decide which tensors are saved and with which data type: `optimizer.name`,
+    `optimizer.state`, `train.masters`, and for example `lora.rank`. A change of these needs a new run."""
 
 
 @dataclass
 class Metrics:
-    """`metrics`: what a run tells. `metrics.jsonl` is always written."""
+    """`metrics`: what is logged, and where. `metrics.jsonl` is always written."""
 
     every: Annotated[int, at_least(1)] = 1
-    """Steps between updates of the progress bar and of TensorBoard and W&B. metrics.jsonl has every step."""
+    """Optimizer steps between updates of the progress bar, TensorBoard and W&B. metrics.jsonl has every step."""
     tensorboard: Annotated[bool | str | None, AUTO] = "auto"
-    """auto | true | false: auto writes where the package is installed, and says which."""
+    """Whether TensorBoard events are written. auto: true if the package is installed. The terminal shows which one."""
     wandb: str | None = None
-    """A Weights & Biases project's name. null: no W&B."""
+    """Name of a Weights & Biases project. null: no W&B."""
     plan: Annotated[bool | str, AUTO] = "auto"
-    """auto | true | false: whether a process of lower priority plans the run's memory; the terminal then shows the
-    planned peak beside the measured one. auto: on GPUs only. There the run reads no weights before the plan is done. If
-    the memory cannot hold the planned peak, the run ends and names the smallest change that helps."""
+    """Whether a process of lower priority plans the memory of the run, so that the terminal shows the planned peak next
+    to the measured one. auto: true on GPUs. The run then reads no weights before the plan is done. If the planned peak
+    does not fit into the memory, the run ends and names the smallest change that helps."""
 
 
 @dataclass
 class EvalSampling:
-    """`eval.sampling`: how answers are drawn."""
+    """`eval.sampling`: how answers are sampled."""
 
     temperature: Annotated[float, (WEIGHT[0], "a finite number, at least 0; 0 takes the likeliest token")] = 0.0
-    """Divides the logits. 0: the likeliest token."""
+    """Divisor of the logits. 0: greedy decoding, which takes the token with the highest probability."""
     top_k: Annotated[int | None, TOP_K] = None
-    """Draw from the k likeliest tokens only. null: all."""
+    """Sample from the k tokens with the highest probabilities. null: from all."""
     top_p: Annotated[float, UP_TO_1] = 1.0
-    """Draw from the likeliest tokens of this much probability."""
+    """Sample from the smallest set of tokens whose probabilities sum to at least top_p (nucleus sampling). 1: from
+    all."""
     max_new_tokens: Annotated[int | None, at_least(1, ", or null")] = None
-    """Tokens of the longest answer. null: 512, or half of the model's positions where that is less."""
+    """Maximum number of tokens of an answer. null: 512, or half of the model's positions if that is less."""
     stop: Annotated[list[str], STOP] = field(default_factory=list)
-    """Texts that end an answer, beside the model's end-of-sequence tokens."""
+    """Texts that end an answer, in addition to the model's end-of-sequence tokens."""
 
 
 @dataclass
 class Eval(Source):
-    """`eval`: the model's answers to a set of prompts, judged while it trains, as `dtrain eval` does. Or several sets
-    by name: `{math: {path: ..}, chat: {path: ..}}`, each with these keys. Training is the same with and without it."""
+    """`eval`: sample answers to a set of prompts during training and judge them, as `dtrain eval` does. Or several sets
+    by name, each with these keys: `{math: {path: ..}, chat: {path: ..}}`. Training is the same with and without
+    evaluations."""
 
     every: Annotated[int | None, at_least(1, ", or null")] = None
-    """Optimizer steps between evaluations. The last step is evaluated too. null: only that, and `at_start`."""
+    """Optimizer steps between evaluations. The last step is evaluated too. null: only the last step, and the start if
+    `at_start` is true."""
     at_start: bool = True
     """Evaluate before the first step, as step 0."""
     limit: Annotated[int | None, at_least(1, ", or null for all")] = None
-    """The first so many prompts only. null: all."""
+    """Use only the first N prompts. null: all."""
     rewards: list[Reward] = field(default_factory=list)
-    """What judges an answer, as `grpo.rewards`. []: math_exact, or text_exact where most answers hold no number."""
+    """Rewards that judge an answer, as in `grpo.rewards`. []: math_exact, or text_exact if most of the data's answers
+    contain no number."""
     samples: Annotated[int, (lambda v: 1 <= v <= 10_000, "at least 1, and at most 10000")] = 1
-    """Answers to each prompt. More than 1 needs a `sampling.temperature` above 0."""
+    """Number of answers to each prompt. More than 1 needs a `sampling.temperature` above 0."""
     sampling: EvalSampling = field(default_factory=EvalSampling)
-    """How answers are drawn, from `run.seed`."""
+    """How answers are sampled. The random numbers follow from `run.seed`."""
     system_prompt: str | None = None
-    """The system message of conversations that have none."""
+    """System message for conversations without one."""
     pass_reward: Annotated[float, (is_finite, "a finite number")] = 1.0
-    """The reward from which an answer passes, for pass@k."""
+    """Minimum reward of an answer that passes, for pass@k."""
     reward_timeout: Annotated[float, TIME] = 60.0
-    """Seconds that one reward may take over 512 answers; after that its values are unknown. A judge has its own."""
+    """Seconds that one reward may take for 512 answers. After that its values are unknown. A judge has its own
+    timeout."""
     show: Annotated[int, at_least(0)] = 2
-    """Answers of each evaluation that the terminal shows; evals.jsonl has all."""
+    """Number of answers that the terminal shows for each evaluation. evals.jsonl has all of them."""
 
 
 @dataclass
 class Moe:
-    """`moe`: what a mixture of experts trains with beside its method's loss."""
+    """`moe`: losses for mixtures of experts, in addition to the method's loss."""
 
     balance: Annotated[float, SIZE] = 0.0
-    """The weight of a loss that keeps experts evenly used, each document's own (DeepSeek-V3, arXiv:2412.19437). It is
-    1 × this where they are. 0.0: none, as the files' own value for training on is not read."""
+    """Weight of a loss that keeps the experts of each document evenly used (DeepSeek-V3, arXiv:2412.19437). The loss is
+    1 × this weight if they are. 0.0: no such loss. The value in the model's own config.json is not read."""
 
 
 @dataclass
@@ -570,18 +601,18 @@ class Recipe:
     """The root of a recipe."""
 
     method: str = ""
-    """What is learned from: examples, preferences, replies that are wanted or not, rewards, or a teacher. reward
-    trains a model that rates texts."""
+    """The training method. sft: examples. dpo: preferences. kto: replies marked as wanted or not. grpo: rewards of
+    sampled completions. distill: a teacher model. reward: train a reward model that rates texts."""
     run: Run = field(default_factory=Run)
     launch: Launch = field(default_factory=Launch)
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
     eval: Eval | dict[str, Eval] | None = None
-    """null: no answers are judged during training."""
+    """null: no evaluation during training."""
     parallel: Parallel = field(default_factory=Parallel)
     train: Train = field(default_factory=Train)
     lora: Lora | None = None
-    """null: all weights are trained, or what `train.vision`, `train.train_only` and `train.freeze` leave."""
+    """null: all weights are trained, or those that `train.vision`, `train.train_only` and `train.freeze` select."""
     optimizer: Optimizer = field(default_factory=Optimizer)
     scheduler: Scheduler | list[Stage] = field(default_factory=Scheduler)
     """One schedule, or a list of stages."""

@@ -1,13 +1,17 @@
-"""A tree of values as typed sections: unknown keys, types, choices and unions, each problem with its fix.
+"""Conversion of a tree of values to typed sections, with a problem and a fix for each value that does not fit.
 
-The types are those of `dtrain.recipe.schema`. A value is converted where nothing is lost. What does not fit is
-reported, and stays at its default.
+The types are the dataclasses of `dtrain.recipe.schema`. A value is converted if nothing is lost: the text "1e3" becomes
+the integer 1000, and the number 2024 becomes the text "2024" for `run.name`. A value that does not fit is reported, and
+its key keeps the default. Problems are unknown keys, wrong types, unknown choices, and values in place of a section.
+
+A type hint such as `int | str | None` is handled as the list of its alternatives, [int, str, NoneType]
+(`type_alternatives`).
 """
 
 import math
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import is_dataclass
+from dataclasses import dataclass, is_dataclass
 from functools import reduce
 from operator import or_
 from pathlib import Path
@@ -21,204 +25,349 @@ from dtrain.recipe import spelling
 from dtrain.recipe.saved import UNSET, flatten, is_named_sections, named_section_type
 from dtrain.recipe.schema import Recipe, make_recipe_type
 
+# The key of a section that is most likely meant if a text is given in place of the section, in this order.
+_MAIN_KEYS = ("path", "name", "fn", "train.path")
+
 
 def list_keys(sections: Mapping[str, type]) -> list[str]:
-    """Return every dotted key that holds a value in a recipe of any method; entries of lists are not among them.
-    sections: of the methods, by name."""
-    return _keys(make_recipe_type(sections, sections), "")
+    """List every dotted key that has a value in a recipe of any method. Entries of lists are not included.
+
+    Args:
+        sections: The sections of the methods by name.
+    """
+    return _list_keys(make_recipe_type(sections, sections), "")
 
 
-def _keys(cls: type, prefix: str) -> list[str]:
-    dotted = []
-    for name, hint in get_type_hints(cls).items():
-        section = find_section_type(type_alternatives(hint))
-        dotted += _keys(section, f"{prefix}{name}.") if section else [f"{prefix}{name}"]
-    return dotted
+def _list_keys(section: type, prefix: str) -> list[str]:
+    keys = []
+    for name, hint in get_type_hints(section).items():
+        inner_section = find_section_type(type_alternatives(hint))
+        if inner_section:
+            keys += _list_keys(inner_section, f"{prefix}{name}.")
+        else:
+            keys.append(f"{prefix}{name}")
+    return keys
 
 
 def find_type(hint: Any, key: str) -> Any:
-    """Return the type of a dotted key within the type `hint`, an entry of a list by its number; None where it has no
-    such key."""
+    """Find the type of a dotted key.
+
+    Args:
+        hint: The type in which the key is looked up.
+        key: The key, with entries of lists by their number, such as "scheduler[0].name".
+
+    Returns:
+        The type. None if there is no such key.
+    """
     for part in re.findall(r"[^.\[\]]+", key):
-        kinds = type_alternatives(hint)
+        alternatives = type_alternatives(hint)
         if part.isdigit():
-            hint = find_entry_type(kinds)
-        else:
-            section = find_section_type(kinds)
-            hint = get_type_hints(section).get(part, named_section_type(hint)) if section else None
+            hint = find_entry_type(alternatives)
+            continue
+        section = find_section_type(alternatives)
+        # A name that is no key of the section may be the name of one of several sections, as in `eval.math.path`.
+        hint = get_type_hints(section).get(part, named_section_type(hint)) if section else None
     return hint
 
 
+def type_alternatives(hint: Any) -> list:
+    """Return the members of a union, or a list of the type itself.
+
+    Example:
+        >>> type_alternatives(int | None)
+        [<class 'int'>, <class 'NoneType'>]
+        >>> type_alternatives(str)
+        [<class 'str'>]
+    """
+    return list(get_args(hint)) if get_origin(hint) in (Union, UnionType) else [hint]
+
+
+def find_section_type(alternatives: list) -> type | None:
+    """Return the first dataclass among the alternatives of a type. None if there is none."""
+    for alternative in alternatives:
+        if isinstance(alternative, type) and is_dataclass(alternative):
+            return alternative
+    return None
+
+
+def find_entry_type(alternatives: list) -> Any:
+    """Return the type of the entries of the first list among the alternatives of a type. None if there is none."""
+    for alternative in alternatives:
+        if get_origin(alternative) is list:
+            return get_args(alternative)[0]
+    return None
+
+
 def build_recipe(kind: type[Recipe], values: Mapping, problems: list[Problem]) -> Any:
-    """Return a recipe of a `recipe_type`; a value that does not fit is reported, and stays at its default."""
-    return _section_from(kind, values, "", problems, kind.method_sections)
+    """Build a recipe from a tree of values.
+
+    Args:
+        kind: The type of the recipe, from `make_recipe_type`.
+        values: The tree, with interpolations resolved.
+        problems: A problem is appended for each value that does not fit. Its key keeps the default.
+    """
+    return _build_section(kind, values, "", problems, kind.method_sections)
 
 
-def _section_from(
+@dataclass(frozen=True)
+class _KeyType:
+    """The type of a key, split into what a value in its place may be.
+
+    Attributes:
+        alternatives: All alternatives of the type.
+        section: The dataclass of a section. None if the key is no section.
+        entry: The dataclass of the entries of a list of sections. None if the key is no such list.
+        named_section: The dataclass of several sections by name, as for `eval`. None if the key cannot hold these.
+    """
+
+    alternatives: list
+    section: type | None
+    entry: type | None
+    named_section: Any
+
+    @classmethod
+    def of(cls, hint: Any) -> "_KeyType":
+        alternatives = type_alternatives(hint)
+        return cls(
+            alternatives=alternatives,
+            section=find_section_type(alternatives),
+            entry=find_section_type([find_entry_type(alternatives)]),
+            named_section=named_section_type(hint),
+        )
+
+    @property
+    def is_section(self) -> bool:
+        """Whether the key is a section or a list of sections."""
+        return self.section is not None or self.entry is not None
+
+    @property
+    def is_optional(self) -> bool:
+        """Whether the key may be null."""
+        return NoneType in self.alternatives
+
+    @property
+    def scalar(self) -> Any:
+        """The number or text that a section's key may have in place of the section, such as `data.val: 0.05`."""
+        scalars = [alternative for alternative in self.alternatives if alternative in (int, float, str, bool)]
+        return reduce(or_, scalars) | None if scalars else None
+
+
+def _build_section(
     cls: type, values: Mapping, prefix: str, problems: list[Problem], sections: Mapping[str, type]
 ) -> Any:
-    hints, made = get_type_hints(cls), cls()
+    """Build the section `cls`, whose keys begin with `prefix`, from a tree of values."""
+    hints = get_type_hints(cls)
+    built = cls()
     for key, value in values.items():
         dotted = f"{prefix}{key}"
         if key not in hints:
             problems += _unknown(dotted, value, prefix, list(hints), sections)
             continue
-        kinds = type_alternatives(hints[key])
-        section = find_section_type(kinds)
-        entry = find_section_type([find_entry_type(kinds)])
-        if (table := named_section_type(hints[key])) and is_named_sections(value, table):
-            named = {
-                str(name): _section_from(table, inner, f"{dotted}.{name}.", problems, sections)
-                for name, inner in value.items()
-            }
-            setattr(made, key, named)
-        elif section and isinstance(value, Mapping):
-            setattr(made, key, _section_from(section, value, f"{dotted}.", problems, sections))
-        elif entry and isinstance(value, list):
-            setattr(made, key, _entries(entry, value, dotted, problems, sections))
-        elif plain := _plain(kinds) if (section or entry) and not isinstance(value, NoneType | list) else None:
-            if _set(made, key, plain, value, dotted):
-                problems.append(_not_a_section(dotted, value, section, entry, False, "a number, or "))
-        elif section or entry:
-            # Nothing under a section's name is a section of defaults; scheduler=null may be meant as a constant rate.
-            if value is not None or (entry and NoneType not in kinds):
-                problems.append(_not_a_section(dotted, value, section, entry, NoneType in kinds))
+        key_type = _KeyType.of(hints[key])
+        if key_type.named_section and is_named_sections(value, key_type.named_section):
+            named = {}
+            for name, inner in value.items():
+                named[str(name)] = _build_section(
+                    key_type.named_section, inner, f"{dotted}.{name}.", problems, sections
+                )
+            setattr(built, key, named)
+        elif key_type.section and isinstance(value, Mapping):
+            setattr(built, key, _build_section(key_type.section, value, f"{dotted}.", problems, sections))
+        elif key_type.entry and isinstance(value, list):
+            setattr(built, key, _build_entries(key_type.entry, value, dotted, problems, sections))
+        elif key_type.is_section:
+            problems += _set_in_place_of_section(built, key, key_type, value, dotted)
         elif isinstance(value, str) and value == UNSET:
-            if getattr(made, key) is not None:
+            if getattr(built, key) is not None:
                 problems.append(Problem(dotted, f"{dotted} is left open (???)", "Give it a value"))
-        elif value is not getattr(made, key):
-            problems += _set(made, key, hints[key], value, dotted)
-    return made
+        elif value is not getattr(built, key):
+            problems += _set(built, key, hints[key], value, dotted)
+    return built
 
 
-def _entries(cls: type, values: list, dotted: str, problems: list[Problem], sections: Mapping[str, type]) -> list:
-    made = []
+def _build_entries(cls: type, values: list, dotted: str, problems: list[Problem], sections: Mapping[str, type]) -> list:
+    """Build a list of sections."""
+    built = []
     for index, value in enumerate(values):
         if isinstance(value, Mapping):
-            made.append(_section_from(cls, value, f"{dotted}[{index}].", problems, sections))
+            built.append(_build_section(cls, value, f"{dotted}[{index}].", problems, sections))
         else:
             problems.append(_not_a_section(f"{dotted}[{index}]", value, cls, None))
-    return made
+    return built
+
+
+def _set_in_place_of_section(section: object, key: str, key_type: _KeyType, value: Any, dotted: str) -> list[Problem]:
+    """Set the key of a section, or of a list of sections, to a value that is neither, or return the problem."""
+    if key_type.scalar and value is not None and not isinstance(value, list):
+        if not _set(section, key, key_type.scalar, value, dotted):
+            return []
+        return [_not_a_section(dotted, value, key_type.section, key_type.entry, scalar="a number, or ")]
+    # An empty section, `train:`, is a section of defaults. Null for a list is refused: `scheduler=null` may be meant as
+    # a constant rate.
+    if value is None and (key_type.entry is None or key_type.is_optional):
+        return []
+    return [_not_a_section(dotted, value, key_type.section, key_type.entry, is_optional=key_type.is_optional)]
 
 
 def _set(section: object, key: str, hint: Any, value: Any, dotted: str) -> list[Problem]:
-    """Put a leaf's value into its section, converted to its type; return the problems if it does not fit."""
+    """Set a key to a value, converted to its type; return the problems if it does not fit."""
     texts = _set_or_refuse(section, key, hint, value, dotted)
     return [Problem(dotted, text) for text in texts]
 
 
 def _set_or_refuse(section: object, key: str, hint: Any, value: Any, dotted: str) -> list[str]:
-    kinds = type_alternatives(hint)
-    choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
-    if isinstance(value, Mapping) and (
-        stuck := [name for name, inner in value.items() if inner is None and spelling.lacks_space_after_colon(name)]
-    ):
-        return [f"{dotted}: YAML reads {name} as one word: write a blank after the colon" for name in stuck]
-    fitting = "none" if value is None and "none" in choices else _converted(value, kinds)
-    if _fits(fitting, kinds):
-        setattr(section, key, fitting)
+    alternatives = type_alternatives(hint)
+    choices: list[Any] = []
+    for alternative in alternatives:
+        if get_origin(alternative) is Literal:
+            choices += get_args(alternative)
+    if isinstance(value, Mapping):
+        joined = [name for name, inner in value.items() if inner is None and spelling.lacks_space_after_colon(name)]
+        if joined:
+            return [f"{dotted}: YAML reads {name} as one word: write a blank after the colon" for name in joined]
+    # YAML's null is meant for a choice that has the name none.
+    converted = "none" if value is None and "none" in choices else _convert(value, alternatives)
+    if _fits(converted, alternatives):
+        setattr(section, key, converted)
         return []
+
+    shown = f"{dotted}={ranges.format_value(value)}"
+    dtrain_value = spelling.find_dtrain_value(re.sub(r"\[\d+\]", "", dotted), value)
     if choices:
-        near = spelling.find_dtrain_value(re.sub(r"\[\d+\]", "", dotted), value)
-        hint = "" if near else spelling.method_hint(dotted, value)
-        near = near or closest_name(str(value), choices)
-        if not hint:
-            hint = spelling.pasted_character_hint(value)  # a pasted character explains more than a near name
-        if not hint and near:
-            hint = f"; did you mean {near}?"
-        return [f"{dotted}={ranges.format_value(value)} is none of {', '.join(choices)}{hint}"]
-    if alias := spelling.find_dtrain_value(re.sub(r"\[\d+\]", "", dotted), value):
-        return [f"{dotted}={ranges.format_value(value)} must be {spelling.type_description(kinds)}: {alias}"]
-    hint = _hint_for(value, kinds, getattr(section, key, None))
-    return [f"{dotted}={ranges.format_value(value)} must be {spelling.type_description(kinds)}{hint}"]
+        return [f"{shown} is none of {', '.join(choices)}{_choice_hint(dotted, value, choices, dtrain_value)}"]
+    expected = spelling.type_description(alternatives)
+    if dtrain_value:
+        return [f"{shown} must be {expected}: {dtrain_value}"]
+    return [f"{shown} must be {expected}{_value_hint(value, alternatives, getattr(section, key, None))}"]
 
 
-def _converted(value: Any, kinds: list) -> Any:
-    """Convert `value` to one of the types `kinds` where nothing is lost: 1e3 is an integer, 3 a float, 2024 a name."""
-    numeric = int in kinds or float in kinds
-    if isinstance(value, str) and numeric and str not in kinds:
+def _choice_hint(dotted: str, value: Any, choices: Collection[str], dtrain_value: str | None) -> str:
+    """Return the hint for a value that is none of a key's choices.
+
+    dtrain_value: dtrain's name for the value, if it is another tool's.
+    """
+    if dtrain_value:
+        return spelling.pasted_character_hint(value) or f"; did you mean {dtrain_value}?"
+    hint = spelling.method_hint(dotted, value)
+    if hint:
+        return hint
+    hint = spelling.pasted_character_hint(value)  # a pasted character explains more than a similar name
+    if hint:
+        return hint
+    near = closest_name(str(value), choices)
+    return f"; did you mean {near}?" if near else ""
+
+
+def _convert(value: Any, alternatives: list) -> Any:
+    """Convert `value` to one of the alternatives if nothing is lost: "1e3" is an integer, 3 a float, 2024 a name."""
+    is_numeric = int in alternatives or float in alternatives
+    if isinstance(value, str) and is_numeric and str not in alternatives:
         try:
             value = float(value)
         except ValueError:
             return value
-    if bool in kinds and str not in kinds and str(value).lower() in ("true", "false"):
+    if bool in alternatives and str not in alternatives and str(value).lower() in ("true", "false"):
         return str(value).lower() == "true"
     if isinstance(value, bool) or value is None:
         return value
-    if isinstance(value, float) and value.is_integer() and int in kinds and float not in kinds:
+    if isinstance(value, float) and value.is_integer() and int in alternatives and float not in alternatives:
         return int(value)
-    if isinstance(value, int) and float in kinds and int not in kinds:
-        return float(value) if abs(value) < 2**1023 else math.inf if value > 0 else -math.inf
-    if isinstance(value, int | float | Path) and str in kinds and not numeric:
+    if isinstance(value, int) and float in alternatives and int not in alternatives:
+        if abs(value) < 2**1023:
+            return float(value)
+        return math.inf if value > 0 else -math.inf  # float() raises OverflowError for it
+    if isinstance(value, int | float | Path) and str in alternatives and not is_numeric:
         return str(value)
-    inner = {origin: get_args(kind)[-1:] for kind in kinds if (origin := get_origin(kind)) in (list, dict)}
-    if isinstance(value, list) and list in inner:
-        return [_converted(entry, list(inner[list])) for entry in value]
-    if isinstance(value, dict) and dict in inner:
-        return {key: _converted(entry, list(inner[dict])) for key, entry in value.items()}
+
+    entry_types = {}  # of a list, and the values of a dict
+    for alternative in alternatives:
+        if get_origin(alternative) in (list, dict):
+            entry_types[get_origin(alternative)] = list(get_args(alternative)[-1:])
+    if isinstance(value, list) and list in entry_types:
+        return [_convert(entry, entry_types[list]) for entry in value]
+    if isinstance(value, dict) and dict in entry_types:
+        return {key: _convert(entry, entry_types[dict]) for key, entry in value.items()}
     return value
 
 
-def _fits(value: Any, kinds: list) -> bool:
-    """Return whether `value` is of one of the types `kinds`, with nothing left open in it."""
-    for kind in kinds:
-        origin, inner = get_origin(kind), get_args(kind)
+def _fits(value: Any, alternatives: list) -> bool:
+    """Check whether `value` has one of the alternative types, and contains no value that is left open (???)."""
+    for alternative in alternatives:
+        origin, arguments = get_origin(alternative), get_args(alternative)
         if origin is list and isinstance(value, list):
-            fits = all(_fits(entry, list(inner)) for entry in value)
+            fits = all(_fits(entry, list(arguments)) for entry in value)
         elif origin is dict and isinstance(value, dict):
-            fits = all(isinstance(name, str) and _fits(entry, [inner[1]]) for name, entry in value.items())
+            fits = all(isinstance(name, str) and _fits(entry, [arguments[1]]) for name, entry in value.items())
+        elif origin is Literal:
+            fits = value in arguments
         else:
-            fits = kind is Any or type(value) is kind or (origin is Literal and value in inner)
+            # `type(...) is`, because a bool is an instance of int.
+            fits = alternative is Any or type(value) is alternative
         if fits and value != UNSET:
             return True
     return False
 
 
-def _plain(kinds: list) -> Any:
-    """Return the number, or text, that a section's key may hold in its place; None where there is none."""
-    plain = [kind for kind in kinds if kind in (int, float, str, bool)]
-    return reduce(or_, plain) | None if plain else None
-
-
 def _not_a_section(
-    dotted: str, value: Any, section: type | None, entry: type | None, is_optional: bool = False, plain: str = ""
+    dotted: str, value: Any, section: type | None, entry: type | None, *, is_optional: bool = False, scalar: str = ""
 ) -> Problem:
-    return Problem(dotted, _not_a_section_text(dotted, value, section, entry, is_optional, plain))
+    """Return the problem of a value in place of a section or of a list of sections.
 
-
-def _not_a_section_text(
-    dotted: str, value: Any, section: type | None, entry: type | None, is_optional: bool, plain: str
-) -> str:
-    wanted = plain + (f"a mapping with the keys {', '.join(get_type_hints(section))}" if section else "")
-    if section and entry:
-        wanted += " or "
-    wanted += f"a list of mappings with the keys {', '.join(get_type_hints(entry))}" if entry else ""
-    wanted += f": write {dotted}={{}} for their defaults, or null for none" if section and is_optional else ""
+    Args:
+        dotted: The key.
+        value: Its value.
+        section: The section that the key may be.
+        entry: The type of the entries if the key may be a list of sections.
+        is_optional: Whether the key may be null.
+        scalar: The number or text that the key may be as well, in words.
+    """
     hints = get_type_hints(section) if section else {}
-    if plain and spelling.percent_hint(value):
-        return f"{dotted}={value} must be {plain.partition(',')[0]}{spelling.percent_hint(value)}"
+    if scalar and spelling.percent_hint(value):
+        return Problem(dotted, f"{dotted}={value} must be {scalar.partition(',')[0]}{spelling.percent_hint(value)}")
     if isinstance(value, str) and spelling.lacks_space_after_colon(value):
-        return f"{dotted}: YAML reads {value} as one word: write a blank after the colon"
-    leaf = next((key for key in ("path", "name", "fn", "train.path") if key.partition(".")[0] in hints), None)
-    text = spelling.find_dtrain_value(f"{dotted}.{leaf}", value) or value
-    meant = f"; write {dotted}.{leaf}={text}" if isinstance(value, str) and leaf else ""
-    if entry and not section and isinstance(value, str):
-        first = next(iter(get_type_hints(entry)))
-        meant = f"; write {dotted}=[{{{first}: {spelling.find_dtrain_value(f'{dotted}.{first}', value) or value}}}]"
-    if entry and isinstance(value, Mapping) and all(str(key).isdigit() for key in value):
-        return f"{dotted} is no list yet, so it has no entry {next(iter(value))}: give the list, {dotted}=[{{...}}]"
-    return f"{dotted}={ranges.format_value(value)}: {dotted} is {wanted}{meant}"
+        return Problem(dotted, f"{dotted}: YAML reads {value} as one word: write a blank after the colon")
+    if entry and isinstance(value, Mapping) and value and all(str(key).isdigit() for key in value):
+        # From an override such as `scheduler[0].name=linear` while the scheduler is no list.
+        first_index = next(iter(value))
+        text = f"{dotted} is no list yet, so it has no entry {first_index}: give the list, {dotted}=[{{...}}]"
+        return Problem(dotted, text)
+
+    expected = scalar
+    if section:
+        expected += f"a mapping with the keys {', '.join(hints)}"
+    if section and entry:
+        expected += " or "
+    if entry:
+        expected += f"a list of mappings with the keys {', '.join(get_type_hints(entry))}"
+    if section and is_optional:
+        expected += f": write {dotted}={{}} for their defaults, or null for none"
+    suggestion = _section_suggestion(dotted, value, hints, entry)
+    return Problem(dotted, f"{dotted}={ranges.format_value(value)}: {dotted} is {expected}{suggestion}")
 
 
-def _hint_for(value: Any, kinds: list, usual: Any) -> str:
-    """Return the hint for a refused `value`, where the cause is known; usual: the setting's own value."""
-    hints = (
-        spelling.pasted_character_hint(value),
-        spelling.number_hint(value, kinds),
-        spelling.percent_hint(value),
-        spelling.list_hint(value, kinds, usual),
+def _section_suggestion(dotted: str, value: Any, hints: Mapping[str, Any], entry: type | None) -> str:
+    """Return the override that is meant by a text in place of a section, such as `model.path=...` for `model=...`."""
+    if not isinstance(value, str):
+        return ""
+    if entry and not hints:
+        first_key = next(iter(get_type_hints(entry)))
+        text = spelling.find_dtrain_value(f"{dotted}.{first_key}", value) or value
+        return f"; write {dotted}=[{{{first_key}: {text}}}]"
+    for main_key in _MAIN_KEYS:
+        if main_key.partition(".")[0] in hints:
+            text = spelling.find_dtrain_value(f"{dotted}.{main_key}", value) or value
+            return f"; write {dotted}.{main_key}={text}"
+    return ""
+
+
+def _value_hint(value: Any, alternatives: list, default: Any) -> str:
+    """Return the hint for a refused value if the cause is known. default: the key's default."""
+    return (
+        spelling.pasted_character_hint(value)
+        or spelling.number_hint(value, alternatives)
+        or spelling.percent_hint(value)
+        or spelling.list_hint(value, alternatives, default)
     )
-    return next(filter(None, hints), "")
 
 
 def _unknown(dotted: str, value: Any, prefix: str, siblings: list[str], sections: Mapping[str, type]) -> list[Problem]:
@@ -229,22 +378,22 @@ def _unknown(dotted: str, value: Any, prefix: str, siblings: list[str], sections
         text = f"{dotted}: YAML reads this as one word: write a blank after the colon, {key}: {text}"
         return [Problem(dotted, text)]
     inner = flatten(value, f"{dotted}.") if isinstance(value, Mapping) else {}
-    known = spelling.explain_unknown_key(dotted)
+    explanation = spelling.explain_unknown_key(dotted)
     # A pasted character that only looks like a letter has a hint of its own below.
-    if known is None and not prefix and inner and not spelling.pasted_character_hint(word):
+    if explanation is None and not prefix and inner and not spelling.pasted_character_hint(word):
         section = closest_name(word, list(dict.fromkeys([*siblings, *sections])))
         moved = _in_section(inner, dotted, section, list_keys(sections))
         if moved:
             return moved
-    text = f"{dotted}: {known}"
-    if known is None:
+    text = f"{dotted}: {explanation}"
+    if explanation is None:
         hint = spelling.pasted_character_hint(word)
-        text = f"{dotted} is no key of a recipe{hint}{_near(word, prefix, siblings, sections)}"
+        text = f"{dotted} is no key of a recipe{hint}{_nearest_key_hint(word, prefix, siblings, sections)}"
     problems = [Problem(dotted, text)]
     for key in inner:
-        answer = spelling.explain_unknown_key(key)
-        if answer is not None:
-            problems.append(Problem(key, f"{key}: {answer}"))
+        inner_explanation = spelling.explain_unknown_key(key)
+        if inner_explanation is not None:
+            problems.append(Problem(key, f"{key}: {inner_explanation}"))
     return problems
 
 
@@ -271,35 +420,37 @@ def _in_section(inner: Collection[str], dotted: str, section: str | None, known:
     return problems
 
 
-def _near(word: str, prefix: str, siblings: list[str], sections: Mapping[str, type]) -> str:
-    everywhere = list_keys(sections)
-    if "." in word and prefix + word in everywhere:
+def _nearest_key_hint(word: str, prefix: str, siblings: list[str], sections: Mapping[str, type]) -> str:
+    """Return the hint for an unknown key: a similar key, the same key in another section, or all keys of the section.
+
+    Args:
+        word: The unknown key without its section.
+        prefix: The section with a dot. Empty at the top level.
+        siblings: The keys of the section.
+        sections: The sections of the methods.
+    """
+    all_keys = list_keys(sections)
+    if "." in word and prefix + word in all_keys:
         parts = word.split(".")
         in_braces = ": {".join(parts) + ": .." + "}" * (len(parts) - 1)
         return f"; in a file keys are nested: {in_braces}"
-    siblings = siblings if prefix else list(dict.fromkeys([*siblings, *sections]))
+    if not prefix:
+        siblings = list(dict.fromkeys([*siblings, *sections]))
     near = closest_name(word, siblings)
-    same = [key for key in everywhere if key.rpartition(".")[2] == word]
-    leaves = {key.rpartition(".")[2]: key for key in reversed(everywhere)}
-    if near is None and not same and (leaf := closest_name(word, leaves)):
-        same = [key for key in everywhere if key.rpartition(".")[2] == leaf]
-    if near or same:
-        return f"; did you mean {prefix + near if near else ' or '.join(same)}?"
-    if not prefix and (theirs := closest_name(word, spelling.DTRAIN_KEYS)):
-        return f"; did you mean {theirs}? dtrain's word for it is {spelling.DTRAIN_KEYS[theirs]}"
+    if near:
+        return f"; did you mean {prefix + near}?"
+
+    last_parts: dict[str, list[str]] = {}  # last part of a key -> all keys that end in it
+    for key in all_keys:
+        last_parts.setdefault(key.rpartition(".")[2], []).append(key)
+    elsewhere = last_parts.get(word, [])
+    if not elsewhere:
+        near_part = closest_name(word, list(dict.fromkeys(key.rpartition(".")[2] for key in reversed(all_keys))))
+        elsewhere = last_parts[near_part] if near_part else []
+    if elsewhere:
+        return f"; did you mean {' or '.join(elsewhere)}?"
+
+    foreign_key = None if prefix else closest_name(word, spelling.DTRAIN_KEYS)
+    if foreign_key:
+        return f"; did you mean {foreign_key}? dtrain's word for it is {spelling.DTRAIN_KEYS[foreign_key]}"
     return f"; the keys of {prefix.rstrip('.') or 'a recipe'} are {', '.join(siblings)}"
-
-
-def type_alternatives(hint: Any) -> list:
-    """Return the alternatives of a type: its union's members, or itself."""
-    return list(get_args(hint)) if get_origin(hint) in (Union, UnionType) else [hint]
-
-
-def find_section_type(kinds: list) -> type | None:
-    """Return the dataclass among `kinds`."""
-    return next((kind for kind in kinds if isinstance(kind, type) and is_dataclass(kind)), None)
-
-
-def find_entry_type(kinds: list) -> Any:
-    """Return the type of the entries of the list among `kinds`; None where there is none."""
-    return next((get_args(kind)[0] for kind in kinds if get_origin(kind) is list), None)

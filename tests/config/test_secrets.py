@@ -132,7 +132,7 @@ def test_plain_text_is_hidden_and_still_runs(name):
     assert load_recipe(yaml.safe_load(config.to_yaml(recipe, plain=True))) == recipe  # what a worker is handed
     assert len(notes(recipe)) == 2 and PLAIN not in "".join(notes(recipe))
     assert PLAIN not in config.redact(f"refused: {PLAIN}!", recipe)
-    with pytest.raises(RecipeError, match=r"optimizer.kwargs.*was hidden when this was saved"):
+    with pytest.raises(RecipeError, match=r"optimizer.kwargs.*was hidden when this recipe was saved"):
         load_recipe(yaml.safe_load(saved))
 
 

@@ -249,6 +249,7 @@ PASTED = (
     slip("optimizer.betas='0.9,0.95'", "must be a list of numbers: write [0.9, 0.95]"),
     slip("train.freeze=layers.0", "train.freeze=layers.0 must be a list of texts: write [layers.0]"),
     slip("data.train.sources[0].path=x", "data.train.sources is no list yet", "data.train.sources=[{...}]"),
+    slip("data.train.sources={}", "data.train.sources is a list of mappings"),
     slip("launch.nproc=gpu", "launch.nproc=gpu must be a whole number, at least 1, or auto"),
     slip("parallel.dp_shard=auto", "parallel.dp_shard=auto must be a whole number: write -1"),
     slip("train.compile=reduce-overhead", "must be auto, true or false"),

@@ -63,7 +63,7 @@ def check_keys(inputs: RunInputs) -> list[Problem]:
 def check_files(inputs: RunInputs) -> list[Problem]:
     """Check that the recipe sets no keys of another method."""
     problems = []
-    for key in getattr(inputs.recipe, "unread", ()):
+    for key in getattr(inputs.recipe, "unused_keys", ()):
         other = key.split(".")[0]
         text = f"{key} is read only by method={other}, and this recipe has method={inputs.recipe.method}"
         problems.append(Problem(key, text, f"Leave it out, or set method={other}"))
