@@ -1,13 +1,20 @@
-"""The batch contract: the shape, dtype and pad value of every stream, and how batches are made, cut and trimmed.
+"""The batch contract: shape, dtype and padding of every stream, and functions that build, cut and complete batches.
 
-A batch is a dict of tensors, batch first. `labels` are already shifted (labels[t] is the token after input_ids[t]);
-they are shifted once, when the rows are made, and nothing below shifts again. Images of the rows are stored next to
-the tensors, on the host (`RowImages`).
+A batch is a dict of tensors with the batch dimension first. `labels` are already shifted: labels[t] is the token after
+input_ids[t]. They are shifted once, when the rows are built, and never again. For example, two rows, of which the first
+contains two documents of 3 and 2 tokens, and the second one document of 2 tokens and padding:
+
+    input_ids     [[ 5,  6,  7,  8,  9], [ 5,  6,    0,    0,    0]]
+    labels        [[ 6,  7, -100, 9, -100], [ 6, -100, -100, -100, -100]]
+    position_ids  [[ 0,  1,  2,  0,  1], [ 0,  1,    2,    3,    4]]
+    seq_ids       [[ 0,  0,  0,  1,  1], [ 0,  0,   -1,   -1,   -1]]
+
+Images of the rows are stored next to the tensors, on the host (`RowImages`).
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,12 +25,18 @@ PADDING_SEQ_ID = -1  # the seq_id of padding
 Batch = dict[str, Tensor]
 Row = Mapping[str, Tensor]
 
-Grid = tuple[int, int, int]  # frames (1 of an image), rows and columns of patches
+Grid = tuple[int, int, int]
+"""Size of an image in patches: frames (1 for an image), rows and columns."""
 
 
 @dataclass(frozen=True)
 class Stream:
-    """Per-token tensor of a batch. `pad` fills the right; None means that the values go on counting."""
+    """Tensor of a batch with a value for each token.
+
+    Attributes:
+        pad: The value on padding. None: the values continue to count up, as for positions.
+        dtype: The data type.
+    """
 
     pad: float | int | None
     dtype: torch.dtype
@@ -34,71 +47,101 @@ STREAMS = {
     "labels": Stream(IGNORE_INDEX, torch.int64),
     "position_ids": Stream(None, torch.int64),
     "seq_ids": Stream(PADDING_SEQ_ID, torch.int64),
-    "document_ids": Stream(PADDING_SEQ_ID, torch.int64),  # seq_ids counted through the whole batch
+    # As seq_ids, but counted through the whole batch instead of through each row.
+    "document_ids": Stream(PADDING_SEQ_ID, torch.int64),
     "token_weights": Stream(0.0, torch.float64),
-    "reference_logprobs": Stream(0.0, torch.float64),  # of labels, where these stand; so are those that follow
-    "old_logprobs": Stream(0.0, torch.float64),  # by the weights that an update starts from
-    "sampling_logprobs": Stream(0.0, torch.float64),  # by the engine that drew the labels
+    # Log-probabilities of the labels, each at the position of its label: of the reference model, of the weights at the
+    # start of an update, and of the engine that sampled the tokens.
+    "reference_logprobs": Stream(0.0, torch.float64),
+    "old_logprobs": Stream(0.0, torch.float64),
+    "sampling_logprobs": Stream(0.0, torch.float64),
     "advantages": Stream(0.0, torch.float64),
-    "desirable": Stream(0.0, torch.float64),  # of labels: 1 in a reply that is wanted, -1 in one that is not
+    # At labels: 1 in a desirable reply, -1 in an undesirable one (KTO).
+    "desirable": Stream(0.0, torch.float64),
     "padding_mask": Stream(True, torch.bool),
-    "routed_experts": Stream(-1, torch.int16),  # [.., layers, k]: where the token itself goes, below 0 as it will
-    "image_features": Stream(-1, torch.int64),  # which feature of the row's images a token is, -1 of text
-    "rotary_ids": Stream(0, torch.int64),  # [.., 3]: positions in time, height and width
-    "image_ends": Stream(2**30, torch.int64),  # the position of the last token of a token's image, of a text's its own
-    "targets": Stream(0.0, torch.float64),  # of a document, at its one label: its class or number, a pair's margin
+    # [..., layers, k]: the experts of the token itself. A negative number leaves the choice to the router.
+    "routed_experts": Stream(-1, torch.int16),
+    # Index of the image feature among the features of the row's images; -1 for text.
+    "image_features": Stream(-1, torch.int64),
+    # [..., 3]: rotary positions in time, height and width.
+    "rotary_ids": Stream(0, torch.int64),
+    # Position of the last token of the image that the token belongs to; for text, of the token itself.
+    "image_ends": Stream(2**30, torch.int64),
+    # At the one label of each document: its class, its number, or the margin of its pair (reward models).
+    "targets": Stream(0.0, torch.float64),
 }
-ROW_STREAMS = ("input_ids", "labels", "position_ids", "seq_ids")  # what a data row has; methods add the others
-IMAGE_STREAMS = ("image_features", "rotary_ids", "image_ends")  # what the rows of a model with a vision tower have too
-PER_ROW_STREAMS = ("input_lengths", "sample_mask")  # [n], of a caller's batch
+ROW_STREAMS = ("input_ids", "labels", "position_ids", "seq_ids")  # of every data row; methods add others
+IMAGE_STREAMS = ("image_features", "rotary_ids", "image_ends")  # additional streams of models with a vision tower
+PER_ROW_STREAMS = ("input_lengths", "sample_mask")  # [n], in a batch from outside of dtrain
 # The streams that `complete_batch` reads.
 COMPLETED_STREAMS = frozenset({*ROW_STREAMS, *PER_ROW_STREAMS, "attention_mask", "token_mask"})
 
 
 def pad_stream(name: str, values: Tensor, length: int) -> Tensor:
-    """Pad `values` [s, ..] of stream `name` on the right to [length, ..]."""
+    """Pad a stream on the right.
+
+    Args:
+        name: Name of the stream.
+        values: Its values, [s, ...].
+        length: Length of the result, at least s.
+
+    Returns:
+        The values in the stream's dtype, [length, ...].
+    """
     stream = STREAMS[name]
-    missing = length - values.shape[0]
+    num_missing = length - values.shape[0]
     if stream.pad is None:
         first = int(values[-1]) + 1 if values.shape[0] else 0
-        tail = torch.arange(first, first + missing, dtype=stream.dtype)
+        padding = torch.arange(first, first + num_missing, dtype=stream.dtype)
     else:
-        tail = torch.full((missing, *values.shape[1:]), stream.pad, dtype=stream.dtype)
-    return torch.cat([values.to(stream.dtype), tail])
+        padding = torch.full((num_missing, *values.shape[1:]), stream.pad, dtype=stream.dtype)
+    return torch.cat([values.to(stream.dtype), padding])
 
 
 def collate(rows: Sequence[Row], streams: Sequence[str] = ROW_STREAMS) -> Batch:
-    """Collate rows (dicts of [s, ..] tensors, each row its own s) to a batch [len(rows), S, ..], S the longest row's
-    length; where the rows have streams of images, these too.
+    """Collate rows of different lengths to a batch.
 
-    No rows give a batch of shape [0, 1].
+    Args:
+        rows: Dicts of tensors [s, ...], where s is the length of the row. Streams of images are included if the rows
+            have them.
+        streams: The streams to collate.
+
+    Returns:
+        Tensors [len(rows), S, ...], where S is the length of the longest row. [0, 1] without rows.
     """
-    streams = [*streams, *(name for name in IMAGE_STREAMS if rows and name in rows[0])]
-    length = max((row["input_ids"].shape[0] for row in rows), default=1)
-    return {
-        name: torch.stack([pad_stream(name, row[name], length) for row in rows])
-        if rows
-        else torch.empty((0, length), dtype=STREAMS[name].dtype)
-        for name in streams
-    }
+    if not rows:
+        return {name: torch.empty((0, 1), dtype=STREAMS[name].dtype) for name in streams}
+    streams = [*streams, *(name for name in IMAGE_STREAMS if name in rows[0])]
+    length = max(row["input_ids"].shape[0] for row in rows)
+    return {name: torch.stack([pad_stream(name, row[name], length) for row in rows]) for name in streams}
 
 
 def num_rows(batch: Batch) -> int:
+    """Return the number of rows of the batch."""
     return batch["input_ids"].shape[0]
 
 
 def trim(batch: Batch) -> Batch:
-    """Cut off the columns on the right that are padding in every row; one column stays. Host tensors only."""
-    used = (batch["seq_ids"] != PADDING_SEQ_ID).any(0).nonzero()
-    length = int(used[-1]) + 1 if used.numel() else 1
+    """Cut off the columns on the right that are padding in every row. At least one column stays. Host tensors only."""
+    used_columns = (batch["seq_ids"] != PADDING_SEQ_ID).any(0).nonzero()
+    length = int(used_columns[-1]) + 1 if used_columns.numel() else 1
     return {name: tensor[:, :length] for name, tensor in batch.items()}
 
 
 def document_ids(batch: Batch) -> Tensor:
-    """Return [B, S]: the document of each position, counted row by row through the whole batch; −1 on padding."""
+    """Number the documents of a batch row by row.
+
+    Returns:
+        The document of each position, [B, S] int64. -1 on padding.
+
+    Example:
+        >>> document_ids({"seq_ids": torch.tensor([[0, 0, 1], [0, -1, -1]])}).tolist()
+        [[0, 0, 1], [2, -1, -1]]
+    """
     seq_ids = batch["seq_ids"]
-    counts = seq_ids.amax(1, keepdim=True) + 1  # [B, 1]
-    return torch.where(seq_ids == PADDING_SEQ_ID, PADDING_SEQ_ID, seq_ids + counts.cumsum(0) - counts)
+    num_in_row = seq_ids.amax(1, keepdim=True) + 1  # [B, 1]
+    num_before = num_in_row.cumsum(0) - num_in_row  # documents of all rows above
+    return torch.where(seq_ids == PADDING_SEQ_ID, PADDING_SEQ_ID, seq_ids + num_before)
 
 
 def num_documents(batch: Batch) -> int:
@@ -113,13 +156,30 @@ def document_lengths(batch: Batch) -> Tensor:
 
 
 def sum_by_document(values: Tensor, ids: Tensor, count: int) -> Tensor:
-    """Sum values [.., B, S] over each of `count` documents, [.., count]; ids [B, S] are the batch's `document_ids`."""
-    sums = values.new_zeros(*values.shape[:-2], count + 1)  # the first: padding
-    return sums.index_add(-1, (ids + 1).flatten(), values.flatten(-2))[..., 1:]
+    """Sum values over each document.
+
+    Args:
+        values: [..., B, S].
+        ids: The batch's `document_ids`, [B, S].
+        count: Number of documents.
+
+    Returns:
+        [..., count].
+
+    Example:
+        >>> sum_by_document(torch.tensor([[1.0, 2.0, 4.0]]), torch.tensor([[0, 0, -1]]), 1)
+        tensor([3.])
+    """
+    totals = values.new_zeros(*values.shape[:-2], count + 1)
+    totals = totals.index_add(-1, (ids + 1).flatten(), values.flatten(-2))
+    return totals[..., 1:]  # without the total of padding, whose id is -1
 
 
 def next_token_labels(batch: Batch) -> Tensor:
-    """Return labels [B, S] for the next token: every token of a document but its first is one, trained or not."""
+    """Return labels for the next token, [B, S].
+
+    Every token of a document except for its first is a label, whether it is trained or not.
+    """
     ids, seq_ids = batch["input_ids"], batch["seq_ids"]
     labels = torch.full_like(ids, IGNORE_INDEX)
     same = (seq_ids[:, 1:] == seq_ids[:, :-1]) & (seq_ids[:, 1:] != PADDING_SEQ_ID)
@@ -128,68 +188,114 @@ def next_token_labels(batch: Batch) -> Tensor:
 
 
 def complete_batch(batch: Mapping[str, Tensor]) -> Batch:
-    """Complete a caller's batch, on the host, detached: missing seq_ids, position_ids and labels are made, masks are
-    merged into the labels and dropped.
+    """Complete a batch from outside of dtrain: add missing streams, and merge the masks into the labels.
 
-    input_ids [n, S] alone is required. seq_ids (0, 1, .. in each row, −1 on the padding at its end): from input_lengths
-    [n] or attention_mask [n, S], else no padding. labels: every token after a document's first; none on padding, where
-    ids are 0. position_ids rise within a document and go on over the padding; they may be [1, S]. token_mask [n, S]
-    says which tokens are trained (the token itself, not the place before it), sample_mask [n] which rows. Other streams
-    pass as they are. Raises ValueError for a tensor of another shape, padding that is not on the right, and positions
-    that do not rise.
+    Args:
+        batch: Tensors on any device. Streams that are not listed here are returned as they are.
+
+            - input_ids [n, S]: required.
+            - seq_ids [n, S]: 0, 1, ... for the documents of each row, -1 on padding. Derived from input_lengths [n] or
+              attention_mask [n, S] if missing; without these there is no padding.
+            - labels [n, S]: every token after a document's first if missing.
+            - position_ids [n, S] or [1, S]: must rise within a document. Counted from 0 in each document if missing.
+            - token_mask [n, S]: the tokens to train. An entry belongs to the token itself, not to the position before.
+            - sample_mask [n]: the rows to train.
+
+    Returns:
+        A batch on the host, detached. On padding, ids are 0, there is no label, and positions continue to count up.
+
+    Raises:
+        ValueError: For a tensor of another shape, padding that is not on the right, or positions that do not rise.
     """
-    known = {name: value.detach().cpu() if isinstance(value, Tensor) else value for name, value in batch.items()}
-    _check_shapes(known)
-    lengths, mask = known.pop("input_lengths", None), known.pop("attention_mask", None)
-    ids = known["input_ids"]
-    places = torch.arange(ids.shape[1])
-    if "seq_ids" not in known:
-        if lengths is None and mask is not None:
-            lengths = mask.long().sum(1)
-            if not torch.equal(mask.bool(), places < lengths[:, None]):
-                raise ValueError("attention_mask: padding must be on the right of every row")
-        if lengths is not None and bool(((lengths < 0) | (lengths > ids.shape[1])).any()):
-            raise ValueError(f"input_lengths must be from 0 to the {ids.shape[1]} tokens of a row")
-        real = places < (ids.shape[1] if lengths is None else lengths[:, None])
-        known["seq_ids"] = torch.where(real, 0, PADDING_SEQ_ID).expand(ids.shape).contiguous()
-    seq_ids = known["seq_ids"]
-    after, step = seq_ids[:, 1:], seq_ids.diff()
-    counts = (after == PADDING_SEQ_ID) | ((after >= 0) & (step == 0)) | ((after > 0) & (step == 1))
-    if not bool(counts.all()) or not torch.isin(seq_ids[:, :1], torch.tensor([0, PADDING_SEQ_ID])).all():
-        raise ValueError("seq_ids must count a row's documents from 0, with padding (-1) on the right alone")
-    if "position_ids" not in known:
-        begins = torch.ones_like(seq_ids, dtype=torch.bool)
-        begins[:, 1:] = seq_ids[:, 1:] != seq_ids[:, :-1]
-        known["position_ids"] = places - torch.where(begins, places, 0).cummax(1).values
-    positions, padding = known["position_ids"].expand(ids.shape), seq_ids == PADDING_SEQ_ID
-    if bool(((positions.diff() <= 0) & (step == 0) & (after >= 0)).any()):
-        raise ValueError("position_ids must rise within a document: a token sees what is at its place or before")
-    going_on = positions.masked_fill(padding, -1).cummax(1).values + 1 + places - (~padding).sum(1, keepdim=True)
-    known["position_ids"] = torch.where(padding, going_on, positions)
-    if "labels" not in known:
-        known["labels"] = next_token_labels(known)
-    token_mask, sample_mask = known.pop("token_mask", None), known.pop("sample_mask", None)
+    streams = {name: value.detach().cpu() if isinstance(value, Tensor) else value for name, value in batch.items()}
+    _check_shapes(streams)
+    input_lengths = streams.pop("input_lengths", None)
+    attention_mask = streams.pop("attention_mask", None)
+    ids = streams["input_ids"]
+    if "seq_ids" not in streams:
+        streams["seq_ids"] = _seq_ids(ids, input_lengths, attention_mask)
+    seq_ids = streams["seq_ids"]
+    _check_seq_ids(seq_ids)
+    streams["position_ids"] = _complete_positions(streams.get("position_ids"), seq_ids)
+    if "labels" not in streams:
+        streams["labels"] = next_token_labels(streams)
+
+    padding = seq_ids == PADDING_SEQ_ID
     untrained = padding
+    token_mask, sample_mask = streams.pop("token_mask", None), streams.pop("sample_mask", None)
     if token_mask is not None:
+        # The mask of a token decides about the label at the position before.
         untrained = untrained | ~token_mask.bool().roll(-1, 1)
         untrained[:, -1:] = True
     if sample_mask is not None:
         untrained = untrained | ~sample_mask.bool()[:, None]
-    known["labels"] = known["labels"].masked_fill(untrained, IGNORE_INDEX)
-    known["input_ids"] = ids.masked_fill(padding, 0)
-    return known | {name: known[name].long() for name in ROW_STREAMS}
+    streams["labels"] = streams["labels"].masked_fill(untrained, IGNORE_INDEX)
+    streams["input_ids"] = ids.masked_fill(padding, 0)
+    return streams | {name: streams[name].long() for name in ROW_STREAMS}
+
+
+def _seq_ids(ids: Tensor, input_lengths: Tensor | None, attention_mask: Tensor | None) -> Tensor:
+    """Return the seq_ids [n, S] of rows with one document each. Raises ValueError for padding on the left."""
+    columns = torch.arange(ids.shape[1])
+    if input_lengths is None and attention_mask is not None:
+        input_lengths = attention_mask.long().sum(1)
+        if not torch.equal(attention_mask.bool(), columns < input_lengths[:, None]):
+            raise ValueError("attention_mask: padding must be on the right of every row")
+    if input_lengths is None:
+        return torch.zeros(ids.shape, dtype=torch.int64)
+    if bool(((input_lengths < 0) | (input_lengths > ids.shape[1])).any()):
+        raise ValueError(f"input_lengths must be from 0 to the {ids.shape[1]} tokens of a row")
+    is_token = columns < input_lengths[:, None]
+    return torch.where(is_token, 0, PADDING_SEQ_ID)
+
+
+def _check_seq_ids(seq_ids: Tensor) -> None:
+    """Raise ValueError unless each row counts its documents from 0, with padding only on the right."""
+    following, step = seq_ids[:, 1:], seq_ids.diff()
+    is_padding = following == PADDING_SEQ_ID
+    stays = (following >= 0) & (step == 0)
+    begins = (following > 0) & (step == 1)
+    first_is_valid = torch.isin(seq_ids[:, :1], torch.tensor([0, PADDING_SEQ_ID])).all()
+    if not bool((is_padding | stays | begins).all()) or not first_is_valid:
+        raise ValueError("seq_ids must count a row's documents from 0, with padding (-1) on the right alone")
+
+
+def _complete_positions(position_ids: Tensor | None, seq_ids: Tensor) -> Tensor:
+    """Return position_ids [n, S], which continue over the padding. Raises ValueError if they do not rise."""
+    columns = torch.arange(seq_ids.shape[1])
+    if position_ids is None:
+        begins = torch.ones_like(seq_ids, dtype=torch.bool)
+        begins[:, 1:] = seq_ids[:, 1:] != seq_ids[:, :-1]
+        start_of_document = torch.where(begins, columns, 0).cummax(1).values
+        position_ids = columns - start_of_document
+    position_ids = position_ids.expand(seq_ids.shape)
+    padding = seq_ids == PADDING_SEQ_ID
+    is_inside_document = (seq_ids.diff() == 0) & (seq_ids[:, 1:] >= 0)
+    if bool(((position_ids.diff() <= 0) & is_inside_document).any()):
+        raise ValueError(
+            "position_ids must rise within a document: a token attends to the tokens at lower positions and to itself"
+        )
+    # On padding: the largest position so far, plus the distance from the last token.
+    largest_so_far = position_ids.masked_fill(padding, -1).cummax(1).values
+    num_tokens = (~padding).sum(1, keepdim=True)
+    continued = largest_so_far + 1 + columns - num_tokens
+    return torch.where(padding, continued, position_ids)
 
 
 def _check_shapes(batch: Mapping[str, Any]) -> None:
+    """Raise ValueError for a stream that is no tensor of the right shape and type."""
     ids = batch.get("input_ids")
     if not isinstance(ids, Tensor) or ids.dim() != 2 or (len(ids) and not ids.shape[1]):
         raise ValueError("input_ids must be a tensor [n, S]")
     for name in sorted(COMPLETED_STREAMS & batch.keys()):
-        value, shape = batch[name], ids.shape[:1] if name in PER_ROW_STREAMS else ids.shape
-        one_for_all = name == "position_ids" and isinstance(value, Tensor) and value.shape == (1, ids.shape[1])
-        if not isinstance(value, Tensor) or not (value.shape == shape or one_for_all):
-            actual = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            raise ValueError(f"{name} must be a tensor {list(shape)} beside input_ids {list(ids.shape)}, not {actual}")
+        value = batch[name]
+        shape = ids.shape[:1] if name in PER_ROW_STREAMS else ids.shape
+        expected = f"{name} must be a tensor {list(shape)} for input_ids {list(ids.shape)}"
+        if not isinstance(value, Tensor):
+            raise ValueError(f"{expected}, not {type(value).__name__}")
+        has_one_row_for_all = name == "position_ids" and value.shape == (1, ids.shape[1])
+        if value.shape != shape and not has_one_row_for_all:
+            raise ValueError(f"{expected}, not {list(value.shape)}")
         if name in (*ROW_STREAMS, "input_lengths") and (value.is_floating_point() or value.dtype == torch.bool):
             raise ValueError(f"{name} must hold integers, not {value.dtype}")
 
@@ -199,11 +305,30 @@ def num_trained_tokens(batch: Batch) -> int:
     return int((batch["labels"] != IGNORE_INDEX).sum())
 
 
+class DistinctImages(NamedTuple):
+    """The different images of some rows.
+
+    Attributes:
+        pixels: Patches of the images one after another, [P, values].
+        grids: The size of each image.
+        feature_index: For each image feature of the rows, in their order, its index among the features of the different
+            images, [T] int64.
+    """
+
+    pixels: Tensor
+    grids: list[Grid]
+    feature_index: Tensor
+
+
 @dataclass(frozen=True)
 class RowImages:
-    """Images of rows [n]. pixels: of each row [P, values], its images one behind the other; grids: of each row, its
-    images' in the same order; keys: of each row, a number for each image that is the same for the same image; None:
-    all are different."""
+    """Images of n rows.
+
+    Attributes:
+        pixels: For each row, the patches of its images one after another, [P, values].
+        grids: For each row, the sizes of its images in the same order.
+        keys: For each row, a number for each image. Equal images have equal numbers. None: all images are different.
+    """
 
     pixels: Sequence[Tensor]
     grids: Sequence[Sequence[Grid]]
@@ -212,47 +337,60 @@ class RowImages:
     @classmethod
     def from_rows(cls, rows: Sequence[Mapping[str, Tensor]]) -> "RowImages":
         """Return the images of data rows: their `pixels`, `grids` and `image_keys`."""
-        grids = [[(frames, tall, wide) for frames, tall, wide in row["grids"].tolist()] for row in rows]
-        return cls([row["pixels"] for row in rows], grids, [row["image_keys"].tolist() for row in rows])
+        pixels, grids, keys = [], [], []
+        for row in rows:
+            pixels.append(row["pixels"])
+            grids.append([(frames, height, width) for frames, height, width in row["grids"].tolist()])
+            keys.append(row["image_keys"].tolist())
+        return cls(pixels, grids, keys)
 
     def __len__(self) -> int:
         return len(self.pixels)
 
     def select(self, rows: Iterable[int]) -> "RowImages":
-        """Return the images of some rows, in their order."""
+        """Return the images of some rows, in the order of their indices."""
         rows = list(rows)
         pixels = [self.pixels[row] for row in rows]
         grids = [self.grids[row] for row in rows]
-        if self.keys is None:
-            return RowImages(pixels, grids)
-        return RowImages(pixels, grids, [self.keys[row] for row in rows])
+        keys = None if self.keys is None else [self.keys[row] for row in rows]
+        return RowImages(pixels, grids, keys)
 
-    def distinct(self, values: int, tokens: Callable[[Grid], int]) -> tuple[Tensor, list[Grid], Tensor]:
-        """Return pixels [P, values] and grids of the different images of all rows, row by row, and where the features
-        of all images lie among theirs, [T] int64.
+    def distinct(self, values: int, tokens: Callable[[Grid], int]) -> DistinctImages:
+        """Return the different images of all rows.
 
-        values: of a patch; tokens: gives the number of features of an image. An image that several rows share, as the
-        completions of a prompt do, is one.
+        Several rows may share an image, as the completions of one prompt do. The vision tower computes it once.
+
+        Args:
+            values: Values of a patch.
+            tokens: Returns the number of features of an image of a size.
         """
-        parts: list[Tensor] = []
+        pixels: list[Tensor] = []
         grids: list[Grid] = []
-        starts: dict[int, int] = {}  # by key: the first feature
-        order: list[Tensor] = []
-        end = 0
-        for row, (pixels, of_row) in enumerate(zip(self.pixels, self.grids, strict=True)):
-            patches = [frames * tall * wide for frames, tall, wide in of_row]
-            keys = range(-1 - len(order), -1 - len(order) - len(of_row), -1) if self.keys is None else self.keys[row]
-            parts_of_row = pixels.split(patches) if patches else ()  # `split` refuses an empty list
-            for part, grid, key in zip(parts_of_row, of_row, keys, strict=True):
-                if key not in starts:
-                    starts[key], end = end, end + tokens(grid)
-                    parts.append(part)
+        first_features: dict[int, int] = {}  # by the key of an image
+        index: list[Tensor] = []
+        num_features = 0
+        for row, (row_pixels, row_grids) in enumerate(zip(self.pixels, self.grids, strict=True)):
+            patches = [frames * height * width for frames, height, width in row_grids]
+            if self.keys is None:  # different numbers, which no other row has
+                row_keys = list(range(-1 - len(index), -1 - len(index) - len(row_grids), -1))
+            else:
+                row_keys = list(self.keys[row])
+            row_images = row_pixels.split(patches) if patches else ()  # `split` does not accept an empty list
+            for image, grid, key in zip(row_images, row_grids, row_keys, strict=True):
+                if key not in first_features:
+                    first_features[key] = num_features
+                    num_features += tokens(grid)
+                    pixels.append(image)
                     grids.append(grid)
-                order.append(torch.arange(starts[key], starts[key] + tokens(grid)))
-        joined = torch.cat(parts) if parts else torch.empty(0, values)
-        return joined, grids, torch.cat(order) if order else torch.empty(0, dtype=torch.int64)
+                first = first_features[key]
+                index.append(torch.arange(first, first + tokens(grid)))
+        return DistinctImages(
+            pixels=torch.cat(pixels) if pixels else torch.empty(0, values),
+            grids=grids,
+            feature_index=torch.cat(index) if index else torch.empty(0, dtype=torch.int64),
+        )
 
 
 def collate_with_images(rows: Sequence[Mapping[str, Tensor]], streams: Sequence[str] = ROW_STREAMS) -> dict[str, Any]:
-    """Collate rows that have `pixels` as `batch.collate` does; `images` are their `RowImages`."""
+    """Collate rows with `pixels` as `collate` does. The entry `images` of the batch are their `RowImages`."""
     return {**collate(rows, streams), "images": RowImages.from_rows(rows)}

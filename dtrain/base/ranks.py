@@ -1,43 +1,68 @@
 """Ranks that act together: an error on one rank is raised on every rank, and files are compared by their content.
 
-Without this agreement, a full disk on one rank leaves the others waiting in a collective. Only OSError and UserError
-travel; any other exception is a bug and ends its rank, and with it the run.
+Without this, an error on one rank, such as a full disk, would leave the others waiting in a collective. Only OSError
+and UserError are passed on to the other ranks. Any other exception is a bug: it ends its rank, and with it the run.
 
-On files they agree by content: names, places and time stamps play no part. A file's digest is a SHA-256 over those of
-its chunks, which the processes of a machine read side by side: each takes its share, in several threads. A machine with
-copies of its own reads these, and not those of another.
+Files are compared by content. Names, directories and time stamps are ignored. The digest of a file is a SHA-256 over
+the digests of its chunks, which the processes of one machine read in parallel. For example, with a file of 200 MiB, chunks
+of 64 MiB and two processes on a machine, one process reads chunks 0 and 2, and the other one chunks 1 and 3. Machines
+that see different files, such as copies on local disks, each read their own.
 
-`balance_by_cost` divides work among ranks by its cost. It needs no communication.
+`balance_by_cost` distributes work over ranks by its cost. It needs no communication.
 """
 
 import hashlib
+import math
 import socket
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
 from dtrain.base.errors import UserError, describe_error
 from dtrain.base.json_files import digest
 
-CHUNK_BYTES = 64 << 20
-BLOCK_BYTES = 1 << 16
+CHUNK_BYTES = 64 << 20  # of a file, for each task of a thread
+BLOCK_BYTES = 1 << 16  # that are read and hashed at once
 READ_THREADS = 8
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # a text that differs for each machine and boot
 T = TypeVar("T")
 
 
-class Ranks:
-    """The ranks of `group` (None: the whole world; this process alone where no process group is up).
+class Outcome(NamedTuple):
+    """Result of a call, or the text of the error that it raised.
 
-    single_process: this process by itself although a process group is up. Objects that travel between the ranks of one
-    run are pickled by torch.distributed; they never come from a file.
+    Attributes:
+        value: The result. None if there was an error.
+        problem: The text of the error. None if there was none.
+    """
+
+    value: Any
+    problem: str | None
+
+
+class Ranks:
+    """The ranks of a process group, for calls that succeed or fail on all of them together.
+
+    Objects are pickled by torch.distributed on their way between the ranks of one run. They never come from a file.
+
+    Attributes:
+        group: The process group; None for all ranks.
+        distributed: Whether there are several ranks that communicate.
+        rank: This process's rank in the group.
+        size: Number of ranks.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, single_process: bool = False):
+        """Represent the ranks of a process group.
+
+        Args:
+            group: The process group. None: all ranks, or only this process if torch.distributed is not initialised.
+            single_process: Represent only this process, also if torch.distributed is initialised.
+        """
         self.group = group
         self.distributed = not single_process and dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank(group) if self.distributed else 0
@@ -45,60 +70,88 @@ class Ranks:
 
     @property
     def description(self) -> str:
+        """This rank and its host, for messages."""
         return f"rank {self.rank} on {socket.gethostname()}"
 
     @property
     def is_first(self) -> bool:
+        """Whether this is rank 0."""
         return self.rank == 0
 
     def run_on_first(self, act: Callable[[], T]) -> T:
-        """Call `act` on rank 0; return its result, or raise its error as a UserError, on every rank.
+        """Call `act` on rank 0, and return its result on every rank.
 
-        Collective: one broadcast.
+        Raises:
+            UserError: On every rank, if `act` raised a UserError or OSError.
+
+        Collectives:
+            One broadcast of an object.
         """
-        outcome: list[Any] = [None]
+        outcomes: list[Any] = [None]
         if self.is_first:
-            outcome[0] = _attempt(act)
+            outcomes[0] = _attempt(act)
         if self.distributed:
-            dist.broadcast_object_list(outcome, group=self.group, group_src=0)
-        value, problem = outcome[0]
-        if problem is not None:
-            raise UserError(problem)
-        return value
+            dist.broadcast_object_list(outcomes, group=self.group, group_src=0)
+        outcome = outcomes[0]
+        if outcome.problem is not None:
+            raise UserError(outcome.problem)
+        return outcome.value
 
     def gather_results(self, act: Callable[[], T]) -> list[T]:
-        """Call `act` on every rank; return all results in rank order, or raise all errors in one UserError, everywhere.
+        """Call `act` on every rank, and return all results in the order of the ranks, on every rank.
 
-        Collective: one all-gather of objects.
+        Raises:
+            UserError: On every rank, with all errors, if `act` raised a UserError or OSError on a rank.
+
+        Collectives:
+            One all-gather of objects.
         """
-        outcomes: list[Any] = [_attempt(act)]
+        own_outcome = _attempt(act)
+        outcomes: list[Any] = [own_outcome]
         if self.distributed:
-            mine, outcomes = outcomes[0], [None] * self.size
-            dist.all_gather_object(outcomes, mine, group=self.group)
-        problems = list(dict.fromkeys(problem for _, problem in outcomes if problem is not None))
+            outcomes = [None] * self.size
+            dist.all_gather_object(outcomes, own_outcome, group=self.group)
+        problems = [outcome.problem for outcome in outcomes if outcome.problem is not None]
         if problems:
-            raise UserError("\n".join(problems))
-        return [value for value, _ in outcomes]
+            raise UserError("\n".join(dict.fromkeys(problems)))
+        return [outcome.value for outcome in outcomes]
 
     def ranks_with_same(self, values: Sequence[T]) -> list[int]:
-        """Return the ranks whose value is this rank's, itself among them. values: of every rank, as `every` gives
-        them."""
+        """Return the ranks whose value equals this rank's, including this rank.
+
+        Args:
+            values: The value of every rank, from `gather_results`.
+        """
         return [rank for rank, value in enumerate(values) if value == values[self.rank]]
 
     def check_same(self, value: str | None, mismatch: str) -> None:
-        """Raise UserError on every rank, `mismatch` and the ranks that differ from the first, where `value` is not the
-        same on all; None is no answer. Collective: one all-gather of objects."""
-        answers = [answer for answer in self.gather_results(lambda: (self.description, value)) if answer[1] is not None]
-        differing = [name for name, other in answers if other != answers[0][1]]
+        """Check that a value is the same on all ranks.
+
+        Args:
+            value: This rank's value. None: this rank has none, and is not compared.
+            mismatch: The message if the values differ. The ranks that differ are added.
+
+        Raises:
+            UserError: On every rank, if the values differ.
+
+        Collectives:
+            One all-gather of objects.
+        """
+        results = self.gather_results(lambda: (self.description, value))
+        compared = [(rank, rank_value) for rank, rank_value in results if rank_value is not None]
+        differing = [rank for rank, rank_value in compared if rank_value != compared[0][1]]
         if differing:
             more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
-            raise UserError(f"{mismatch}: that of {', '.join(differing[:3])}{more} is not that of {answers[0][0]}")
+            raise UserError(f"{mismatch}: that of {', '.join(differing[:3])}{more} is not that of {compared[0][0]}")
 
     def run_on_all(self, act: Callable[[], T]) -> T:
-        """Call `act` on every rank; return this rank's result, which does not travel, or raise all errors in one
-        UserError on every rank.
+        """Call `act` on every rank, and return this rank's result, which is not sent to the others.
 
-        Collective: one all-gather of objects.
+        Raises:
+            UserError: On every rank, with all errors, if `act` raised a UserError or OSError on a rank.
+
+        Collectives:
+            One all-gather of objects.
         """
         value, problem = _attempt(act)
 
@@ -110,78 +163,116 @@ class Ranks:
         return value
 
 
-def _attempt(act: Callable[[], T]) -> tuple[Any, str | None]:
+def _attempt(act: Callable[[], T]) -> Outcome:
+    """Call `act`. A UserError or OSError becomes the outcome's problem."""
     try:
-        return act(), None
+        return Outcome(act(), None)
     except (OSError, UserError) as error:
-        return None, describe_error(error)
+        return Outcome(None, describe_error(error))
 
 
 def file_digests(files: Sequence[Path], mismatch: str | None = None, ranks: Ranks | None = None) -> list[str]:
-    """Return the digest of each file, as this rank sees it. Collective over `ranks`: 3 or 4 all-gathers of objects.
+    """Return the digest of the content of each file, as this rank sees it.
 
-    mismatch: what to say, in a UserError on every rank, where machines have files of other content. A file that cannot
-    be read, or changes meanwhile, is a UserError on every rank too.
+    Args:
+        files: The files.
+        mismatch: The message if machines have files of different content. None: differences are allowed.
+        ranks: The ranks that share the work. None: all ranks.
+
+    Raises:
+        UserError: On every rank, if a file cannot be read or changes while it is read, or if the content differs and
+            `mismatch` is set.
+
+    Collectives:
+        Three all-gathers of objects over `ranks`, and a fourth one if machines see different files and `mismatch` is
+        set.
     """
     ranks = ranks or Ranks()
-    seen = ranks.gather_results(lambda: file_identity(files))
-    beside = ranks.ranks_with_same(seen)
+    identities = ranks.gather_results(lambda: file_identity(files))
+    readers = ranks.ranks_with_same(identities)  # the ranks that share the reading of these files
 
     def read() -> dict[tuple[int, int], str]:
-        counts = [-(-file.stat().st_size // CHUNK_BYTES) for file in files]
-        chunks = [(number, at) for number, count in enumerate(counts) for at in range(count)]
-        mine = chunks[beside.index(ranks.rank) :: len(beside)]
+        """Return the digests of this rank's chunks by (number of the file, number of the chunk)."""
+        chunks = []
+        for number, file in enumerate(files):
+            num_chunks = math.ceil(file.stat().st_size / CHUNK_BYTES)
+            chunks += [(number, index) for index in range(num_chunks)]
+        own_chunks = chunks[readers.index(ranks.rank) :: len(readers)]
         with ThreadPoolExecutor(READ_THREADS) as threads:
-            return dict(
-                zip(mine, threads.map(lambda chunk: _chunk_digest(files[chunk[0]], chunk[1]), mine), strict=True)
-            )
+            digests = threads.map(lambda chunk: _chunk_digest(files[chunk[0]], chunk[1]), own_chunks)
+            return dict(zip(own_chunks, digests, strict=True))
 
-    per_rank = ranks.gather_results(read)
-    table = {chunk: value for rank in beside for chunk, value in per_rank[rank].items()}
-    counts = Counter(number for number, _ in table)
+    results = ranks.gather_results(read)
+    chunk_digests: dict[tuple[int, int], str] = {}
+    for rank in readers:
+        chunk_digests.update(results[rank])
+    num_chunks = Counter(number for number, _ in chunk_digests)
 
     def join() -> list[str]:
-        whole = []
+        """Return the digest of each file. Raises UserError if ranks saw different sizes of it."""
+        joined = []
         for number, file in enumerate(files):
-            parts = [table.get((number, at)) for at in range(counts[number])]
+            parts = [chunk_digests.get((number, index)) for index in range(num_chunks[number])]
             if None in parts:
                 raise UserError(f"{file} changed while it was read: start again")
-            whole.append(digest(parts))
-        return whole
+            joined.append(digest(parts))
+        return joined
 
-    whole = ranks.run_on_all(join)
-    if mismatch is not None and len(set(seen)) > 1:
-        ranks.check_same(digest(whole), mismatch)
-    return whole
+    joined = ranks.run_on_all(join)
+    if mismatch is not None and len(set(identities)) > 1:
+        ranks.check_same(digest(joined), mismatch)
+    return joined
 
 
 def file_identity(files: Sequence[Path]) -> str:
-    """Return a text that is the same for processes of one machine that see the same `files`, whatever their mounts."""
+    """Return a text that is equal for processes of one machine that see the same files, whatever their mounts."""
     machine = _BOOT_ID.read_text() if _BOOT_ID.is_file() else socket.gethostname()
-    return digest(machine, [(stat.st_dev, stat.st_ino) for stat in (file.stat() for file in files)])
+    stats = [file.stat() for file in files]
+    return digest(machine, [(stat.st_dev, stat.st_ino) for stat in stats])
 
 
 def _chunk_digest(file: Path, chunk: int) -> str:
-    hasher, left = hashlib.sha256(), CHUNK_BYTES
+    """Return the SHA-256 of one chunk of a file."""
+    hasher = hashlib.sha256()
+    remaining = CHUNK_BYTES
     with file.open("rb", buffering=0) as stream:
         stream.seek(chunk * CHUNK_BYTES)
-        while left and (block := stream.read(min(BLOCK_BYTES, left))):
+        while remaining:
+            block = stream.read(min(BLOCK_BYTES, remaining))
+            if not block:
+                break
             hasher.update(block)
-            left -= len(block)
+            remaining -= len(block)
     return hasher.hexdigest()
 
 
 def balance_by_cost(costs: Sequence[float], places: int, max_items: int | None = None) -> list[list[int]]:
-    """Deal indices to places, each place's ascending: the dearest first, each to the place with the least so far.
+    """Distribute items over places so that the places have about the same cost.
 
-    max_items: items that a place takes at most (None: any number). At most 4/3 of the best (R. L. Graham, Bounds on
-    multiprocessing timing anomalies, SIAM Journal on Applied Mathematics 17, 1969).
+    The most expensive item comes first, and each item goes to the place with the lowest cost so far. The largest cost
+    of a place is at most 4/3 of the best possible one.
+
+    Args:
+        costs: Cost of each item.
+        places: Number of places, such as ranks.
+        max_items: Maximum number of items of a place. None: any number.
+
+    Returns:
+        The indices of each place's items, in ascending order.
+
+    Example:
+        >>> balance_by_cost([5, 1, 4, 3, 3], places=2)
+        [[0, 4], [1, 2, 3]]
+
+    Reference:
+        R. L. Graham, Bounds on multiprocessing timing anomalies, SIAM Journal on Applied Mathematics 17, 1969.
     """
     shares: list[list[int]] = [[] for _ in range(places)]
     loads = [0.0] * places
-    for index in sorted(range(len(costs)), key=lambda index: (-costs[index], index)):
-        free = [place for place in range(places) if max_items is None or len(shares[place]) < max_items]
-        place = min(free, key=lambda place: (loads[place], place))
+    by_cost = sorted(range(len(costs)), key=lambda index: (-costs[index], index))
+    for index in by_cost:
+        open_places = [place for place in range(places) if max_items is None or len(shares[place]) < max_items]
+        place = min(open_places, key=lambda place: (loads[place], place))
         loads[place] += costs[index]
         shares[place].append(index)
     return [sorted(share) for share in shares]

@@ -196,7 +196,7 @@ def what_is_wrong(count):
         ({"label_index": ones}, "stream label_index: this name is reserved"),
         ({"input_ids": ids + VOCAB}, f"input_ids are from {VOCAB} to {VOCAB}, and the model has {VOCAB} tokens"),
         ({"labels": ids - 1}, "labels are from -1 to -1"),
-        ({"labels": ids[:, 1:]}, r"labels must be a tensor \[2, 4\] beside input_ids \[2, 4\], not \[2, 3\]"),
+        ({"labels": ids[:, 1:]}, r"labels must be a tensor \[2, 4\] for input_ids \[2, 4\], not \[2, 3\]"),
         ({"seq_ids": ids + 1}, "seq_ids must count a row's documents from 0"),
         ({"position_ids": ids}, "position_ids must rise within a document"),
         ({"attention_mask": torch.tensor([[0, 1, 1, 1]] * count)}, "padding must be on the right"),
