@@ -171,7 +171,7 @@ PARTS = {
     "pairs": (divergences, (*HEAD, kl._divergences, kl._gradient)),
     "statistics": (divergences, (HEAD[0], kl._divergences)),
     "gradients": (divergences, (*HEAD[1:], kl._gradient)),
-    "filtered": (filtered_values, (*HEAD, top_p._with_digit, top_p._down_to)),
+    "filtered": (filtered_values, (*HEAD, top_p._find_next_bits, top_p._mask_down_to)),
 }
 
 

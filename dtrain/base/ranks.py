@@ -4,9 +4,9 @@ Without this, an error on one rank, such as a full disk, would leave the others 
 and UserError are passed on to the other ranks. Any other exception is a bug: it ends its rank, and with it the run.
 
 Files are compared by content. Names, directories and time stamps are ignored. The digest of a file is a SHA-256 over
-the digests of its chunks, which the processes of one machine read in parallel. For example, with a file of 200 MiB, chunks
-of 64 MiB and two processes on a machine, one process reads chunks 0 and 2, and the other one chunks 1 and 3. Machines
-that see different files, such as copies on local disks, each read their own.
+the digests of its chunks, which the processes of one machine read in parallel. For example, with a file of 200 MiB,
+chunks of 64 MiB and two processes on a machine, one process reads chunks 0 and 2, and the other one chunks 1 and 3.
+Machines that see different files, such as copies on local disks, each read their own.
 
 `balance_by_cost` distributes work over ranks by its cost. It needs no communication.
 """

@@ -1,8 +1,20 @@
-"""Top-p (nucleus) masks over a vocabulary, by a search over the values instead of a sort of them.
+"""Top-p (nucleus) masks over a vocabulary, by a binary search over the values instead of a sort.
 
-A float's bits, read as an integer, are in the order of the floats; below zero in the reverse order. The last value kept
-is built bit by bit from the highest one on: each pass sums the probabilities of what is at least as large as some trial
-values. Every sum is in float64. Nothing is read back to the host.
+Top-p sampling keeps the tokens with the highest probabilities whose sum reaches p. The usual way sorts the vocabulary.
+This module instead searches for the smallest kept value, the threshold v:
+
+    mass(v) = sum of the probabilities of all tokens with a value of at least v        falls as v rises
+    threshold = the largest v with mass(v) >= p
+
+The search goes over the bits of the floats. Read as an integer, the bits of positive floats are in the order of the
+floats, and those of negative floats are in the reverse order. So every float has a rank from 0 (lowest) on, and the
+threshold's rank is found bit by bit from the highest bit on: a bit is 1 if the mass is still at least p with it. A pass
+over the logits finds several bits at once, by one sum for each combination of them.
+
+For example, with probabilities 0.5, 0.3, 0.2 and p = 0.6, the threshold is the value of the second token: from it on
+the mass is 0.8, and from the next larger value on it is 0.5.
+
+All sums are in float64. Nothing is copied to the host.
 """
 
 import torch
@@ -10,68 +22,125 @@ from torch import Tensor
 
 from dtrain.base.fused import Fused
 
-_INTEGER = {torch.float64: torch.int64, torch.float32: torch.int32, torch.bfloat16: torch.int16}
-_INTEGER[torch.float16] = torch.int16
-_INFINITY = {torch.float64: 0x7FF0_0000_0000_0000, torch.float32: 0x7F80_0000}  # its bits
-_INFINITY |= {torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
-_FEW = 2**22  # elements up to which passes cost more than sums
-_BITS, _BITS_OF_FEW = 2, 4  # found in one pass; each trial value is another sum
+_INTEGER_TYPES = {
+    torch.float64: torch.int64,
+    torch.float32: torch.int32,
+    torch.bfloat16: torch.int16,
+    torch.float16: torch.int16,
+}
+_INFINITY_BITS = {
+    torch.float64: 0x7FF0_0000_0000_0000,
+    torch.float32: 0x7F80_0000,
+    torch.bfloat16: 0x7F80,
+    torch.float16: 0x7C00,
+}
+# Each pass over the values costs the time of reading them, and 2 ** bits - 1 sums. With few values the passes are what
+# costs time, so they find more bits.
+_SMALL_NUMEL = 2**22
+_BITS_PER_PASS, _BITS_PER_PASS_SMALL = 2, 4
 
 
 def smallest_kept_value(values: Tensor, probabilities: Tensor, share: Tensor) -> Tensor:
-    """Return [n, 1] of values [n, V], any float dtype: the largest v for which the probabilities [n, V] of all tokens
-    with values ≥ v sum to at least `share` [n, 1] float64, at most the sum of all. NaN where a row has NaN."""
-    are_few = values.numel() <= _FEW
-    step = _BITS_OF_FEW if are_few else _BITS
+    """Find the smallest value that top-p sampling keeps.
+
+    Args:
+        values: [n, V], any floating dtype. For example logits.
+        probabilities: Probabilities of the tokens, [n, V].
+        share: The sum that the probabilities of the kept tokens reach, [n, 1] float64. At most the sum of all.
+
+    Returns:
+        The largest v for which the probabilities of all tokens with values >= v sum to at least `share`, [n, 1]. NaN
+        for a row that contains NaN.
+    """
+    is_small = values.numel() <= _SMALL_NUMEL
+    step = _BITS_PER_PASS_SMALL if is_small else _BITS_PER_PASS
     share = share.clamp(min=torch.finfo(torch.float64).tiny)
-    order = torch.zeros(len(values), 1, dtype=torch.int64, device=values.device)  # from 0 up
-    for shift in range(torch.iinfo(_INTEGER[values.dtype]).bits - step, -1, -step):
-        order = _with_digit(order, torch.tensor(shift), values, probabilities, share, are_few)
-    return _value_of(order, values.dtype)
+    num_bits = torch.iinfo(_INTEGER_TYPES[values.dtype]).bits
+    rank = torch.zeros(len(values), 1, dtype=torch.int64, device=values.device)
+    for shift in range(num_bits - step, -1, -step):
+        rank = _find_next_bits(rank, torch.tensor(shift), values, probabilities, share, is_small)
+    return _float_at_rank(rank, values.dtype)
 
 
 @Fused
-def _with_digit(
-    order: Tensor, shift: Tensor, values: Tensor, probabilities: Tensor, share: Tensor, are_few: bool
+def _find_next_bits(
+    rank: Tensor, shift: Tensor, values: Tensor, probabilities: Tensor, share: Tensor, is_small: bool
 ) -> Tensor:
-    """Return `order` [n, 1] with the next bits of the place, from bit `shift` on, a scalar of the host. No argument is
-    a number, which a compiler would make a variable."""
-    digits = torch.arange(1, 2 ** (_BITS_OF_FEW if are_few else _BITS), device=values.device)  # [trials]
-    # Below the place of −inf are NaNs, which nothing is larger than: as trial values they count as −inf.
-    least = -1 - _INFINITY[values.dtype]
-    trial = _value_of(order | (digits << shift), values.dtype, least)  # [n, trials], ascending
+    """Return `rank` [n, 1] with the next bits of the threshold's rank.
+
+    The first of them is bit `shift`, a scalar tensor on the host: torch.compile would compile once more for each
+    number.
+    """
+    num_bits = _BITS_PER_PASS_SMALL if is_small else _BITS_PER_PASS
+    digits = torch.arange(1, 2**num_bits, device=values.device)  # [trials]
+    # Ranks below that of -inf belong to NaNs, which compare as neither larger nor smaller. -inf stands in for them.
+    lowest = -1 - _INFINITY_BITS[values.dtype]
+    trials = _float_at_rank(rank | (digits << shift), values.dtype, lowest)  # [n, trials], ascending
     masses = [
         torch.where(values >= threshold, probabilities, 0).sum(-1, keepdim=True, dtype=torch.float64)
-        for threshold in trial.split(1, 1)
+        for threshold in trials.split(1, 1)
     ]
-    return order | ((torch.cat(masses, 1) >= share).sum(-1, keepdim=True) << shift)
+    # The masses fall, so the number of trials with enough mass is the largest such digit.
+    digit = (torch.cat(masses, 1) >= share).sum(-1, keepdim=True)
+    return rank | (digit << shift)
 
 
-def _value_of(order: Tensor, dtype: torch.dtype, least: int | None = None) -> Tensor:
-    """Return the floats at places `order`, int64 from 0 on, of all floats in order; none below that of bits `least`."""
-    integer = _INTEGER[dtype]
-    lowest = torch.iinfo(integer).min
-    signed = order ^ lowest if integer is torch.int64 else order + lowest  # 64 bits of places leave no room to add
-    signed = signed if least is None else signed.clamp(min=least)
-    return torch.where(signed >= 0, signed, ~(signed - lowest)).to(integer).view(dtype)
+def _float_at_rank(rank: Tensor, dtype: torch.dtype, lowest: int | None = None) -> Tensor:
+    """Return the floats with the given ranks among all floats of a dtype in ascending order.
+
+    Args:
+        rank: int64, from 0 on.
+        dtype: The floating dtype.
+        lowest: Bits of the smallest float to return, as a signed integer after the ranks' offset. None: no limit.
+    """
+    integer_type = _INTEGER_TYPES[dtype]
+    offset = torch.iinfo(integer_type).min
+    # Flipping the sign bit adds the offset. For 64 bits an addition would overflow.
+    signed = rank ^ offset if integer_type is torch.int64 else rank + offset
+    if lowest is not None:
+        signed = signed.clamp(min=lowest)
+    bits = torch.where(signed >= 0, signed, ~(signed - offset))  # negative floats are in the reverse order
+    return bits.to(integer_type).view(dtype)
 
 
 def top_p_mask(logits: Tensor, top_p: float) -> Tensor:
-    """Return the mask [n, V] of logits [n, V], some of which may be −inf: the likeliest tokens up to the one whose
-    probability makes the sum reach top_p, at least one, equal ones by lower id. A row with NaN or with nothing but −inf
-    has no distribution, and no token is kept."""
+    """Return the mask of the tokens that top-p sampling keeps.
+
+    These are the tokens with the highest probabilities, up to the one with which their sum reaches `top_p`. At least
+    one token is kept. Of tokens with equal logits, those with lower ids come first.
+
+    Args:
+        logits: [n, V]. Some may be -inf.
+        top_p: The probability to reach.
+
+    Returns:
+        [n, V] bool. A row with NaN, or with nothing but -inf, has no distribution, and none of its tokens is kept.
+
+    Example:
+        >>> top_p_mask(torch.tensor([[0.5, 0.3, 0.2]]).log(), 0.6)
+        tensor([[ True,  True, False]])
+    """
     p = torch.softmax(logits, -1, dtype=torch.promote_types(logits.dtype, torch.float32))
-    whole = p.sum(-1, keepdim=True, dtype=torch.float64)
-    share = whole.clamp(max=top_p)
-    return _down_to(smallest_kept_value(logits, p, share), logits, p, share) | (whole < top_p)  # by rounding
+    total = p.sum(-1, keepdim=True, dtype=torch.float64)
+    share = total.clamp(max=top_p)
+    threshold = smallest_kept_value(logits, p, share)
+    # By rounding, all probabilities together may sum to less than top_p. All tokens are kept then.
+    return _mask_down_to(threshold, logits, p, share) | (total < top_p)
 
 
 @Fused
-def _down_to(last: Tensor, logits: Tensor, p: Tensor, share: Tensor) -> Tensor:
-    """Return the mask [n, V] of what is above `last` [n, 1], and of what equals it as long as the sum is short of
-    `share` [n, 1]."""
-    above, equal = logits > last, logits == last
-    before = torch.where(above, p, 0).sum(-1, keepdim=True, dtype=torch.float64)
-    each = torch.where(equal, p, 0).amax(-1, keepdim=True).to(torch.float64)
-    places = equal.cumsum(-1) - 1  # [n, V], among the equal ones
-    return above | (equal & ((before + places * each < share) | (places == 0)))
+def _mask_down_to(threshold: Tensor, logits: Tensor, p: Tensor, share: Tensor) -> Tensor:
+    """Return the mask of the logits above the threshold, and of as many that equal it as `share` needs.
+
+    Args:
+        threshold: [n, 1].
+        logits: [n, V].
+        p: Probabilities, [n, V].
+        share: The sum to reach, [n, 1].
+    """
+    above, equal = logits > threshold, logits == threshold
+    mass_above = torch.where(above, p, 0).sum(-1, keepdim=True, dtype=torch.float64)
+    p_of_equal = torch.where(equal, p, 0).amax(-1, keepdim=True).to(torch.float64)
+    index_among_equal = equal.cumsum(-1) - 1  # [n, V]
+    is_needed = mass_above + index_among_equal * p_of_equal < share
+    return above | (equal & (is_needed | (index_among_equal == 0)))
