@@ -1,4 +1,4 @@
-"""Stop signals of a process, and the search path for code that a recipe names."""
+"""Signals that ask a process to stop, and the import path for code that a recipe names."""
 
 import os
 import signal
@@ -17,10 +17,11 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 @contextmanager
 def stop_signals_handled_by(handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Have `handle` called for every stop signal, except those that this process was started to ignore.
+    """Context in which `handle` is called for every stop signal.
 
-    nohup has SIGHUP ignored, and a shell script has SIGINT ignored for what it starts in the background. Only the main
-    thread handles signals; in others this does nothing.
+    Signals that the process was started to ignore stay ignored. For example, nohup ignores SIGHUP, and a shell script
+    ignores SIGINT for its background processes. Python handles signals only in the main thread, so the context does
+    nothing in other threads.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -35,16 +36,20 @@ def stop_signals_handled_by(handle: Callable[[int, FrameType | None], None]) -> 
 
 
 def exit_without_saving(signum: int, frame: FrameType | None) -> None:
-    """Handle a signal while there is nothing to save: say so, and end with the signal's status.
+    """Signal handler for the time before the first step: print a message, and exit with the signal's status.
 
-    An exception would do for Python code. torch aborts if one is raised while it is imported.
+    It does not raise an exception, because torch aborts if one is raised while it is imported.
     """
     os.write(2, f"dtrain: {STOPPED_AT_START}\n".encode())
     os._exit(128 + signum)
 
 
 def import_search_path() -> list[str]:
-    """Return sys.path with the working directory at its end where it is not on it yet: a file there may have the name
-    of a library, and does not take its place."""
-    here = str(Path.cwd())
-    return list(sys.path) if here in sys.path or "" in sys.path else [*sys.path, here]
+    """Return sys.path with the working directory.
+
+    The working directory is last, so that a file there with the name of a library does not replace the library.
+    """
+    directory = str(Path.cwd())
+    if directory in sys.path or "" in sys.path:
+        return list(sys.path)
+    return [*sys.path, directory]
