@@ -1,4 +1,4 @@
-"""Addresses and interfaces of this machine: which one leads to another, and where a socket may listen."""
+"""Addresses and network interfaces of this machine, and sockets that listen on them."""
 
 import fcntl
 import ipaddress
@@ -8,72 +8,104 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-ALL_INTERFACES = ""
+ALL_INTERFACES = ""  # the address of a socket that listens on all interfaces
 
 
 def local_address_towards(host: str, port: int) -> str | None:
-    """Return this machine's address on the route to `host`; None where no route leads there. No packet is sent."""
+    """Return this machine's address on the route to a host. No packet is sent.
+
+    Args:
+        host: Name or address of the host.
+        port: Any port.
+
+    Returns:
+        The address. None if there is no route.
+    """
     with suppress(OSError):
         infos = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
-        family, kind, _, _, address = min(infos, key=lambda info: info[0] != socket.AF_INET)
+        infos.sort(key=lambda info: info[0] != socket.AF_INET)  # IPv4 first
+        family, kind, _, _, address = infos[0]
         with socket.socket(family, kind) as probe:
-            probe.connect(address)
+            probe.connect(address)  # of a datagram socket: only chooses the route
             return probe.getsockname()[0]
     return None
 
 
 def choose_listen_address(host: str, port: int) -> str:
-    """Return the address of this machine that other processes reach when they look up `host`.
+    """Return the address to listen at so that other processes reach it when they look up `host`.
 
-    EVERYWHERE where that is not known: Debian gives a host's own name a loopback address, and other hosts know it by
-    another one.
+    Args:
+        host: Name or address of this machine.
+        port: Any port.
+
+    Returns:
+        The address. ALL_INTERFACES if it is not known: on Debian a host's own name has a loopback address, while other
+        hosts have another address for this name.
     """
-    own = local_address_towards(host, port)
-    is_meant = "localhost" in host or _is_address(host)
-    return own if own is not None and (is_meant or not is_loopback(own)) else ALL_INTERFACES
+    address = local_address_towards(host, port)
+    if address is None:
+        return ALL_INTERFACES
+    is_loopback_meant = "localhost" in host or _is_address(host)
+    if is_loopback(address) and not is_loopback_meant:
+        return ALL_INTERFACES
+    return address
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """Return a socket that listens at `address` of this machine, or EVERYWHERE. port: 0 takes a free one."""
+    """Return a socket that listens at an address of this machine.
+
+    Args:
+        address: The address, or ALL_INTERFACES.
+        port: The port. 0: a free one.
+    """
     if address:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         return socket.create_server((address, port), family=family, backlog=4096)
     if socket.has_dualstack_ipv6():
-        with suppress(OSError):  # IPv6 may be built in and switched off
+        with suppress(OSError):  # IPv6 may be supported but disabled
             return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=4096)
     return socket.create_server(("", port), backlog=4096)
 
 
 def is_loopback(address: str) -> bool:
+    """Check whether an address is a loopback address."""
     return ipaddress.ip_address(normalize_address(address)).is_loopback
 
 
 def normalize_address(address: str) -> str:
-    """Return `address` in plain form: an IPv4 address from an IPv6 socket as IPv4, an IPv6 one without its zone."""
+    """Return an IPv4 address of an IPv6 socket as IPv4, and an IPv6 address without its zone.
+
+    Example:
+        >>> normalize_address("::ffff:10.0.0.1"), normalize_address("fe80::1%eth0")
+        ('10.0.0.1', 'fe80::1')
+    """
     return address.removeprefix("::ffff:").split("%")[0]
 
 
 def find_interface(address: str) -> str | None:
-    """Return the network interface of this machine that has `address`; None where none has it, or off Linux."""
+    """Return the name of the network interface that has an address. None if there is none, or not on Linux."""
     if not sys.platform.startswith("linux"):
         return None
-    wanted = ipaddress.ip_address(normalize_address(address))
-    if wanted.version == 6:
-        lines = Path("/proc/net/if_inet6").read_text().splitlines()
-        having = {line.split()[-1] for line in lines if bytes.fromhex(line.split()[0]) == wanted.packed}
-        return min(having, default=None)
+    target = ipaddress.ip_address(normalize_address(address))
+    if target.version == 6:
+        names = []
+        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+            fields = line.split()  # address in hex, ..., name of the interface
+            if bytes.fromhex(fields[0]) == target.packed:
+                names.append(fields[-1])
+        return min(names, default=None)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
-            with suppress(OSError):  # one without an IPv4 address
-                get_address = 0x8915
-                answer = fcntl.ioctl(probe, get_address, struct.pack("256s", name.encode()[:15]))
-                if answer[20:24] == wanted.packed:
+            with suppress(OSError):  # the interface has no IPv4 address
+                get_address = 0x8915  # SIOCGIFADDR
+                reply = fcntl.ioctl(probe, get_address, struct.pack("256s", name.encode()[:15]))
+                if reply[20:24] == target.packed:
                     return name
     return None
 
 
 def find_loopback_interface() -> str | None:
-    """Return the loopback interface where it is known and up, else None."""
+    """Return the name of the loopback interface. None if it is unknown or down."""
     if sys.platform == "darwin":
         return "lo0"
     return find_interface("127.0.0.1")

@@ -1,6 +1,6 @@
-"""JSON that others may have written: of bounded size and depth, each name once, and errors that say what is wrong.
+"""Reading of untrusted JSON: bounded size and depth, no duplicate names, and errors that say what is wrong.
 
-The only reader of such text: every file of a model, a checkpoint or a data set goes through it. Imports no torch.
+Every JSON file of a model, a checkpoint or a data set is read through this module. Imports no torch.
 """
 
 import hashlib
@@ -11,32 +11,40 @@ from typing import Any
 
 from dtrain.base.errors import UserError
 
-MAX_DEPTH = 100  # levels; what walks a value later may recurse
-MAX_ENTRIES = 100_000_000  # entries of all lists and objects together
-SMALL_FILE_BYTES, LARGE_FILE_BYTES, OWN_FILE_BYTES = (
-    1 << 24,
-    1 << 27,
-    1 << 33,
-)  # bytes: of a configuration, a vocabulary, a file of dtrain's own
-_BLOCK = 1 << 20  # bytes read at once
+MAX_DEPTH = 100  # levels of nesting, since later code may walk a value by recursion
+MAX_ENTRIES = 100_000_000  # of all lists and objects of a value together
+# Maximum sizes of files: a configuration, a vocabulary or an index of weights, and a file that dtrain writes itself.
+SMALL_FILE_BYTES, LARGE_FILE_BYTES, OWN_FILE_BYTES = 1 << 24, 1 << 27, 1 << 33
+_BLOCK = 1 << 20  # bytes that are read at once
 _KINDS = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
 _KINDS[type(None)] = "null"
 
 
 def digest(*parts: Any) -> str:
-    """Return the SHA-256 of values that JSON can write, in hex."""
+    """Return the SHA-256 of values in JSON, as hex digits."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 def json_type(value: Any) -> str:
-    """Return the name of the value's JSON type."""
+    """Return the name of a value's JSON type.
+
+    Example:
+        >>> json_type([1]), json_type(None)
+        ('a list', 'null')
+    """
     return _KINDS.get(type(value), type(value).__name__)
 
 
 def loads(text: str | bytes, *, allow_nan: bool = True) -> Any:
-    """Return the value of a JSON text, UTF-8 where it is bytes. allow_nan: read NaN and Infinity, which Python writes.
+    """Parse a JSON text.
 
-    Raises ValueError that says what is wrong, json.JSONDecodeError and UnicodeDecodeError among them.
+    Args:
+        text: The text. Bytes are UTF-8.
+        allow_nan: Accept NaN and Infinity, which Python writes.
+
+    Raises:
+        ValueError: If the text is not JSON, too deep or too large. Its subclasses json.JSONDecodeError and
+            UnicodeDecodeError are raised as well.
     """
     text = text.decode("utf-8") if isinstance(text, bytes) else text
     if text.startswith("\ufeff"):
@@ -50,32 +58,43 @@ def loads(text: str | bytes, *, allow_nan: bool = True) -> Any:
 
 
 def check_json_size(value: Any, max_entries: int = MAX_ENTRIES) -> None:
-    """Raise ValueError for a value nested deeper than MAX_DEPTH, or with more than `max_entries` entries, shared ones
-    counted each time."""
-    level, depth, parts = [value] if isinstance(value, dict | list) else [], 0, 0
+    """Check that a value is not nested too deep and does not have too many entries.
+
+    An object that is contained several times, as with YAML's aliases, is counted each time.
+
+    Raises:
+        ValueError: If the value has more than MAX_DEPTH levels, or more than `max_entries` entries.
+    """
+    # Level by level instead of by recursion, so that a deep value does not exhaust the stack.
+    level = [value] if isinstance(value, dict | list) else []
+    depth = num_entries = 0
     while level:
-        depth, parts = depth + 1, parts + sum(map(len, level))
+        depth += 1
+        num_entries += sum(len(container) for container in level)
         if depth > MAX_DEPTH:
             raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
-        if parts > max_entries:
+        if num_entries > max_entries:
             raise ValueError(f"it has more than {max_entries:,} entries")
-        level = [
-            inner
-            for outer in level
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-            if isinstance(inner, dict | list)
-        ]
+        next_level = []
+        for container in level:
+            entries = container.values() if isinstance(container, dict) else container
+            next_level += [entry for entry in entries if isinstance(entry, dict | list)]
+        level = next_level
 
 
 def read_text(path: Path, max_bytes: int = SMALL_FILE_BYTES) -> str:
-    """Return the text of a file that a stranger may have written. Raises UserError: no regular file, more than
-    `max_bytes` bytes, not UTF-8."""
+    """Read an untrusted text file.
+
+    Raises:
+        UserError: If the file cannot be read, is no regular file, has more than `max_bytes` bytes, or is not UTF-8.
+    """
     try:
         if path.exists() and not path.is_file():
-            raise UserError(f"{path} is a directory or a device; a file belongs there")
+            raise UserError(f"{path} is a directory or a device. Give a regular file")
         with path.open("rb") as stream:
             text = bytearray()
-            while block := stream.read(min(_BLOCK, max_bytes + 1 - len(text))):  # read(n) allocates n bytes first
+            # In blocks, because read(n) allocates n bytes first. One byte more than allowed shows that it is too large.
+            while block := stream.read(min(_BLOCK, max_bytes + 1 - len(text))):
                 text += block
         if len(text) > max_bytes:
             raise UserError(
@@ -89,7 +108,7 @@ def read_text(path: Path, max_bytes: int = SMALL_FILE_BYTES) -> str:
 
 
 def split_lines(text: str) -> list[str]:
-    r"""Return the lines of a text, which `\n` or `\r\n` ends.
+    r"""Split a text into lines, which end with `\n` or `\r\n`.
 
     `str.splitlines` also splits at characters that belong to a line's content, such as U+2028, which JSON writes as it
     is, and the form feed.
@@ -101,7 +120,16 @@ def split_lines(text: str) -> list[str]:
 
 
 def read_json(path: Path, *, max_bytes: int = SMALL_FILE_BYTES, allow_nan: bool = False) -> dict[str, Any]:
-    """Return the JSON object in `path`. Raises UserError naming the file."""
+    """Read a JSON object from a file.
+
+    Args:
+        path: The file.
+        max_bytes: Maximum size of the file.
+        allow_nan: Accept NaN and Infinity, which Python writes.
+
+    Raises:
+        UserError: If the file cannot be read, or is not a JSON object. The message names the file.
+    """
     text = read_text(path, max_bytes)
     try:
         value = loads(text, allow_nan=allow_nan)
@@ -113,12 +141,13 @@ def read_json(path: Path, *, max_bytes: int = SMALL_FILE_BYTES, allow_nan: bool 
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON. Raises ValueError if it has a name twice, of which Python would keep the last value."""
     members = dict(pairs)
     if len(members) < len(pairs):
         seen: set[str] = set()
         for name, _ in pairs:
             if name in seen:
-                raise ValueError(f"the name {name[:80]!r} stands twice in one object; keep one of them")
+                raise ValueError(f"the name {name[:80]!r} is twice in one object; keep one of them")
             seen.add(name)
     return members
 
@@ -128,17 +157,28 @@ def _no_number(name: str) -> None:
 
 
 DECODER = json.JSONDecoder(object_pairs_hook=_object)
-"""For a reader that takes value after value from a text. It calls `check_json_size` and catches RecursionError."""
+"""Decoder for callers that read one value after another from a text.
+
+They must call `check_json_size` on each value, and handle RecursionError.
+"""
 _STRICT = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_no_number)
 
 
 def is_non_negative_int(value: Any) -> bool:
+    """Check whether a value is an int of at least 0. A bool is no int."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def as_list(value: Any, key: str) -> list[Any]:
-    """Return `value` as a list; a string is read as JSON, as CSV and some parquet files hold lists. Raises UserError
-    that names `key`."""
+    """Return a value as a list. A string is parsed as JSON, since CSV and some parquet files contain lists as strings.
+
+    Args:
+        value: The value.
+        key: Name of the value, for messages.
+
+    Raises:
+        UserError: If the value is no list.
+    """
     if isinstance(value, str):
         try:
             value = loads(value)

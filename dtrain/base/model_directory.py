@@ -1,5 +1,7 @@
-"""Names of the files of a model's directory in Hugging Face format, or of an adapter's in PEFT's; its index of weights,
-and the headers of these. Imports no torch."""
+"""Files of a model's directory in Hugging Face's layout, or of an adapter's directory in PEFT's layout.
+
+Names of the files, the index of the weights, and the header of a safetensors file. Imports no torch.
+"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,25 +15,29 @@ TOKENIZER_FILE = "tokenizer.json"
 WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
 CHAT_TEMPLATE = "chat_template.jinja"
-CHAT_TEMPLATES = "additional_chat_templates"  # the folder of the other named templates, as transformers 5 saves them
+CHAT_TEMPLATES = "additional_chat_templates"  # the folder of further named templates (transformers 5)
 EXPORT_RECORD = "dtrain.json"
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
-# What transformers and its like read beside config.json and the weights.
+# Files that transformers and similar libraries read, in addition to config.json and the weights.
 _COMPANIONS = """generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json
     tokenizer.model vocab.json merges.txt chat_template.jinja chat_template.json preprocessor_config.json
     processor_config.json image_processor_config.json"""
 COMPANIONS = tuple(_COMPANIONS.split())
-# The companions in sub-folders, as patterns: named chat templates, and the further tokenizers of a processor, which
+# Companions in sub-folders, as glob patterns: named chat templates, and the further tokenizers of a processor, which
 # transformers saves in a folder named after each (InstructBLIP's `qformer_tokenizer/`).
 NESTED_COMPANIONS = (f"{CHAT_TEMPLATES}/*.jinja", *(f"*tokenizer*/{name}" for name in COMPANIONS))
 
 
 def find_companions(directory: Path) -> list[str]:
-    """Return the companions of a model's directory, those in sub-folders included, as paths relative to it.
+    """Return the companion files of a model: tokenizer, chat templates and the like.
 
-    For example ["tokenizer.json", "chat_template.jinja", "additional_chat_templates/tool_use.jinja"].
+    Args:
+        directory: The model's directory.
+
+    Returns:
+        Paths relative to the directory, such as "tokenizer.json" and "additional_chat_templates/tool_use.jinja".
     """
     found = [name for name in COMPANIONS if (directory / name).is_file()]
     for pattern in NESTED_COMPANIONS:
@@ -41,37 +47,49 @@ def find_companions(directory: Path) -> list[str]:
 
 
 def is_chat_template(companion: str) -> bool:
-    """Return whether a companion, by its path as `find_companions` returns it, is a file of chat templates only."""
+    """Check whether a companion file, by its path from `find_companions`, contains only chat templates."""
     return companion in (CHAT_TEMPLATE, "chat_template.json") or companion.startswith(f"{CHAT_TEMPLATES}/")
 
 
 def has_vision(directory: Path) -> bool:
-    """Return whether config.json of a model's directory describes a vision tower. Raises UserError for a damaged
-    file."""
+    """Check whether a model's config.json describes a vision tower. Raises UserError if the file is damaged."""
     file = directory / CONFIG
     return file.is_file() and isinstance(read_json(file).get("vision_config"), dict)
 
 
 def has_weights(directory: Path) -> bool:
-    """Return whether a directory holds weights, in a file or by an index."""
+    """Check whether a directory contains weights, in one file or several."""
     return any((directory / name).is_file() for name in (WEIGHTS, WEIGHTS_INDEX))
 
 
 def is_adapter_directory(path: str | Path) -> bool:
-    """Return whether a directory holds an adapter in PEFT's layout, and no model of its own."""
+    """Check whether a directory contains an adapter in PEFT's layout, and not a full model."""
     return (Path(path) / ADAPTER_CONFIG).is_file() and not has_weights(Path(path))
 
 
 def find_weight_files(directory: Path, single: str = WEIGHTS) -> Mapping[str, Sequence[str]] | None:
-    """Return the files of a directory's weights, and each one's tensors by the index, none of the file `single`, which
-    has no index; None without weights. Raises UserError for a damaged index."""
+    """Find the files with a model's weights.
+
+    Args:
+        directory: The model's directory.
+        single: Name of the file if all weights are in one file.
+
+    Returns:
+        The names of the tensors in each file, by the file's name. The list is empty for the file `single`, which has no
+        index. None if there are no weights.
+
+    Raises:
+        UserError: If the index is damaged.
+    """
     if (directory / single).is_file():
         return {single: ()}
-    return read_weights_index(directory) if (directory / WEIGHTS_INDEX).is_file() else None
+    if (directory / WEIGHTS_INDEX).is_file():
+        return read_weights_index(directory)
+    return None
 
 
 def read_weights_index(directory: Path) -> dict[str, list[str]]:
-    """Return the files that the index of a model's directory names, and each one's tensors. Raises UserError."""
+    """Return the names of the tensors in each file of an index. Raises UserError if the index is damaged."""
     try:
         weight_map = read_json(directory / WEIGHTS_INDEX, max_bytes=LARGE_FILE_BYTES).get("weight_map")
     except UserError as error:
@@ -89,7 +107,15 @@ def read_weights_index(directory: Path) -> dict[str, list[str]]:
 
 
 def read_safetensors_header(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
-    """Return each tensor's dtype, shape and data_offsets in a safetensors file, and where data begin. UserError."""
+    """Read the header of a safetensors file.
+
+    Returns:
+        The entry of each tensor (dtype, shape and data_offsets) by its name, and the position in the file at which the
+        data begin.
+
+    Raises:
+        UserError: If the file cannot be read, or is cut short or damaged.
+    """
     try:
         with path.open("rb") as stream:
             size = int.from_bytes(stream.read(8), "little")
@@ -105,10 +131,10 @@ def read_safetensors_header(path: Path) -> tuple[dict[str, dict[str, Any]], int]
                 and begin <= end
                 and isinstance(entry["shape"], list)
             ):
-                raise ValueError("an entry of another form")
+                raise ValueError("an entry of its header is malformed")
         ends = [entry["data_offsets"][1] for entry in entries.values()]
         if path.stat().st_size != 8 + size + max(ends, default=0):
-            raise ValueError("its header tells of another size")
+            raise ValueError("its size is not the one in its header")
         return entries, 8 + size
     except OSError as error:
         raise UserError(f"{path}: {error.strerror or error}") from error

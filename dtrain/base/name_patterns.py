@@ -24,7 +24,7 @@ def suffix_pattern(pattern: str) -> str:
 
 
 def matches_suffix(pattern: str, name: str) -> bool:
-    """Return whether `pattern` matches a dotted name, or its end after a dot.
+    """Check whether a pattern matches a dotted name, or its end after a dot.
 
     For example, `q_proj` matches `model.layers.0.self_attn.q_proj`. PEFT reads `rank_pattern` in this way.
     """
@@ -32,7 +32,7 @@ def matches_suffix(pattern: str, name: str) -> bool:
 
 
 def matches_any(names: Iterable[str], patterns: Iterable[str]) -> bool:
-    """Return whether any of a parameter's `names` matches any of the globs in `patterns`."""
+    """Check whether any of a parameter's names matches any of the glob patterns."""
     return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 
@@ -48,6 +48,7 @@ def unmatched_patterns(patterns_by_key: Mapping[str, Iterable[str]], names: Coll
         for pattern in patterns:
             if not matches_any(names, [pattern]):
                 text = f"{key}: {pattern} matches no parameter of the model"
-                fix = f"Names are such as {next(iter(names))}, and * stands for any part"
+                first_name = next(iter(names))
+                fix = f"Names are such as {first_name}, and * stands for any part"
                 problems.append(Problem(key, text, fix))
     return problems

@@ -1,4 +1,4 @@
-"""Columns of a row by name. A dot in a name goes into an object: `reward_model.ground_truth`.
+"""Columns of a row by name. A dot in a name selects a value in an object: `reward_model.ground_truth`.
 
 A column whose own name contains dots is found first, so that a flattened file keeps working:
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def has_column(row: Mapping[str, Any], name: str) -> bool:
-    """Return whether `row` has the column `name`, at its top level or in an object."""
+    """Check whether a row has a column, at its top level or in an object."""
     try:
         get_column(row, name)
     except KeyError:
