@@ -18,20 +18,22 @@ class UserError(Exception):
 
 
 class ServiceUnavailable(UserError):
-    """Something beside the run failed that it cannot go on without, such as a server; its own state is sound."""
+    """A service that the run needs has failed, such as a rollout server. The state of the run itself is intact."""
 
 
 class Interrupted(Exception):
-    """The work under way was given up on every rank, since the run was asked to stop; it had no effect."""
+    """Work was abandoned on every rank because the run was asked to stop. It had no effect."""
 
 
 class Stopped(Exception):
-    """A signal asked the run to end, and it did so in order.
+    """The run has ended in order after a signal.
 
-    `signum` is the signal; `message` says what was saved, or what is lost.
+    Attributes:
+        signum: The signal.
     """
 
     def __init__(self, signum: int, message: str):
+        """Initialize with the signal, and a message that says what was saved or what is lost."""
         self.signum = signum
         super().__init__(message)
 
@@ -40,31 +42,42 @@ STOPPED_AT_START = "stopped before the first step: nothing is lost; the same com
 
 
 class StoppedAtStart(Stopped):
-    """A signal ended this rank before the ranks had met, so that the other ranks do not know of it."""
+    """A signal ended this rank before torch.distributed was initialised, so that the other ranks do not know of it."""
 
     def __init__(self, signum: int):
         super().__init__(signum, STOPPED_AT_START)
 
 
 def limit_problems(problems: Sequence[str], *, name_kind: bool = False) -> list[str]:
-    """Return the first ten problems, and a line that counts the others; name_kind: with the word before the
-    colon of the first."""
+    """Return at most ten problems, and a line with the number of the others.
+
+    Args:
+        problems: All problems.
+        name_kind: Add the text before the first problem's colon to the line with the number.
+
+    Example:
+        >>> limit_problems([f"line {n}: empty" for n in range(12)])[-1]
+        '... and 2 more'
+    """
+    if len(problems) <= 10:
+        return list(problems)
     more = f"... and {len(problems) - 10} more"
-    if name_kind and problems:
+    if name_kind:
         more += f" {problems[0].split(':')[0]}"
-    return [*problems[:10], *([more] if len(problems) > 10 else [])]
+    return [*problems[:10], more]
 
 
 def describe_error(error: BaseException) -> str:
-    """Return an OSError or UserError as one line that names the file where there is one."""
+    """Return the text of an OSError or UserError, with the name of the file if there is one."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     return str(error)
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of another library's error."""
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    """Return the first line of another library's error, or its type if it has no text."""
+    lines = str(error).splitlines()
+    return lines[0] if lines else type(error).__name__
 
 
 @dataclass(frozen=True)
@@ -153,7 +166,7 @@ def merge_problems(refused: Iterable[Problem], found: Iterable[Problem]) -> list
 
 
 def _was_given(problem: Problem, refused_keys: Iterable[str]) -> bool:
-    """Return whether a refused value is the missing one, contains it, or is an entry of it.
+    """Check whether a refused value is the missing one, contains it, or is an entry of it.
 
     For example, the refused key `data.train` contains `data.train.path`, and `scheduler[0]` is an entry of `scheduler`.
     """

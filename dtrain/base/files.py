@@ -1,7 +1,10 @@
-"""Files that are there whole or not at all, and their checksums. Knows no tensor and imports no torch.
+"""Atomic writing of files and directories, checksums, and file locks. Imports no torch.
 
-A checksum is CRC-32 (zlib), as eight hex digits: it finds damage by disks and networks, at several GiB/s; it is no
-guard against someone who writes both the file and its manifest.
+A file or directory is first written under another name, synced to disk, and then renamed in one step. So a reader, or a
+process that is killed, finds the old content or the new one, and never a part of it.
+
+A checksum is CRC-32 (zlib), as eight hex digits. It finds damage by disks and networks at several GiB/s. It does not
+protect against someone who changes both a file and the list of checksums.
 """
 
 import errno
@@ -18,9 +21,9 @@ from typing import Any, TypedDict
 from dtrain.base.errors import UserError
 
 _BLOCK = 1 << 22
-# What a file system answers to a call that it does not have.
+# Errors of a file system for a call that it does not support.
 _NOT_SUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
-# ENOLCK: NFS without its lock service.
+# Errors of a file system without locks. ENOLCK: NFS without its lock service.
 NO_LOCKS = (*_NOT_SUPPORTED, errno.ENOLCK)
 
 
@@ -32,9 +35,11 @@ class FileRecord(TypedDict):
 
 
 class ChecksumStream:
-    """A binary file open for writing from its start that knows the checksum of what has passed.
+    """A binary file that is written from its start, with the checksum of what has been written.
 
-    `failure` is the error that a write raised: torch.save replaces it by a RuntimeError that does not say why.
+    Attributes:
+        size: Bytes written so far.
+        failure: The error that a write raised. torch.save replaces it by a RuntimeError that does not show the reason.
     """
 
     def __init__(self, stream: IOBase):
@@ -44,6 +49,7 @@ class ChecksumStream:
         self.failure: OSError | None = None
 
     def write(self, data) -> int:
+        """Write bytes and add them to the checksum."""
         view = memoryview(data)
         try:
             written = self._stream.write(view)
@@ -55,6 +61,7 @@ class ChecksumStream:
         return written
 
     def tell(self) -> int:
+        """Return the number of bytes written so far."""
         return self.size
 
     def flush(self) -> None:
@@ -73,7 +80,7 @@ class ChecksumStream:
 
 
 def checksum(path: Path) -> FileRecord:
-    """Return size and checksum of the file `path` as it lies on disk."""
+    """Return size and checksum of a file on disk."""
     crc = size = 0
     with path.open("rb") as stream:
         while block := stream.read(_BLOCK):
@@ -83,27 +90,27 @@ def checksum(path: Path) -> FileRecord:
 
 
 def write_synced(path: Path, text: str) -> FileRecord:
-    """Write `text` to `path`, synced to disk. For files in a directory not yet published."""
+    """Write a text file and sync it to disk. For files in a directory that is not published yet."""
     content = text.encode()
     _write(path, content)
     return FileRecord(bytes=len(content), crc32=f"{zlib.crc32(content):08x}")
 
 
 def atomic_write_text(path: Path, text: str) -> None:
-    """Put `text` at `path` in one step: a reader, or a kill, finds the old file or the new one."""
+    """Replace the content of a file by a text in one step: a reader, or a kill, finds the old file or the new one."""
     atomic_write_bytes(path, text.encode())
 
 
 def atomic_write_bytes(path: Path, content: bytes) -> None:
-    """Put `content` at `path` in one step, as `atomic_write_text` does."""
-    beside = path.with_name(f".{path.name}.new")
-    _write(beside, content)
-    beside.replace(path)
+    """Replace the content of a file in one step, as `atomic_write_text` does."""
+    temporary = path.with_name(f".{path.name}.new")
+    _write(temporary, content)
+    temporary.replace(path)
     sync(path.parent)
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Write a file, synced. An OSError names it, also where the disk is full, which Python's own does not."""
+    """Write a file and sync it. An OSError names the file, unlike Python's own error for a full disk."""
     try:
         with path.open("wb") as stream:
             stream.write(content)
@@ -116,13 +123,13 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def sync(path: Path) -> None:
-    """Make the content of a file durable, or the names in a directory if its file system can do that."""
+    """Sync a file to disk, or the names in a directory if its file system supports that."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # SMB, sshfs and other FUSE file systems refuse this for directories, where names are as durable as the server
-        # makes them. Files are synced there as anywhere, so a rename still shows a complete file.
+        # SMB, sshfs and other FUSE file systems do not support this for directories. There, names are as durable as the
+        # server makes them. Files are synced there as anywhere, so a renamed file is still complete.
         if error.errno not in _NOT_SUPPORTED or not path.is_dir():
             raise
     finally:
@@ -144,8 +151,11 @@ def can_sync_directories(directory: Path) -> bool:
 
 
 def resolve_links(path: Path) -> Path:
-    """Return `path` with its symbolic links resolved: files staged beside it must lie on the same disk. Raises
-    UserError for links that lead in a circle."""
+    """Return a path with its symbolic links resolved, so that files staged next to it are on the same disk.
+
+    Raises:
+        UserError: If the links lead in a circle.
+    """
     try:
         return path.resolve()
     except (OSError, RuntimeError) as error:
@@ -153,19 +163,23 @@ def resolve_links(path: Path) -> Path:
 
 
 def staging_path(directory: Path) -> Path:
-    """Return the path at which `directory` is put together until it gets its name."""
+    """Return the path at which a directory is written until it is renamed to its name."""
     return directory.with_name(f".{directory.name}.partial")
 
 
 def check_can_publish(path: Path) -> None:
-    """UserError where no directory could be published at `path` later on. Leaves nothing but its parent."""
+    """Check that a directory could be published at a path. The check may create the parent directory.
+
+    Raises:
+        UserError: If it could not.
+    """
     directory = resolve_links(path)
-    named = str(path) if path == directory else f"{path}, which leads to {directory},"
+    name = str(path) if path == directory else f"{path}, which leads to {directory},"
     if directory.exists() and not directory.is_dir():
-        raise UserError(f"{named} is no directory: delete it, or choose another place")
+        raise UserError(f"{name} is no directory: delete it, or choose another path")
     if os.path.ismount(directory):
         raise UserError(
-            f"{named} is a disk's own mount point, which no directory can take the place of: let the path lead to a "
+            f"{name} is the mount point of a disk, which cannot be replaced by a directory: let the path lead to a "
             "directory below it"
         )
     partial = staging_path(directory)
@@ -176,36 +190,39 @@ def check_can_publish(path: Path) -> None:
         partial.rmdir()
     except OSError as error:
         raise UserError(
-            f"{named} cannot be written: it is put together beside its place, and {directory.parent} does not allow "
-            f"that ({error.strerror})"
+            f"{name} cannot be written: it is first written next to its final path, and {directory.parent} does not "
+            f"allow that ({error.strerror})"
         ) from error
 
 
 def publish(partial: Path, final: Path) -> None:
-    """Rename a finished directory to its name, durably; raises OSError if `final` is there and not empty."""
+    """Rename a finished directory to its final name, and sync. Raises OSError if `final` exists and is not empty."""
     sync(partial)
     partial.rename(final)
     sync(final.parent)
 
 
 def set_aside(path: Path, prefix: str = ".discarded-") -> Path:
-    """Take a published directory's name away in one step; returns where it lies until it is deleted."""
-    beside = path.with_name(f"{prefix}{path.name}")
-    if beside.exists():
-        shutil.rmtree(beside)
-    return path.rename(beside)
+    """Rename a published directory in one step, so that it can be deleted, and return its new path."""
+    renamed = path.with_name(f"{prefix}{path.name}")
+    if renamed.exists():
+        shutil.rmtree(renamed)
+    return path.rename(renamed)
 
 
 @contextmanager
-def lock(place: Path) -> Iterator[None]:
-    """Hold the lock file beside `place`, NAME.lock, until the block ends, or the process does; others wait.
+def lock(target: Path) -> Iterator[None]:
+    """Context that holds a lock file, NAME.lock next to `target`. Other processes wait for the lock.
 
-    Raises UserError if the file system has no locks.
+    The lock is released at the end of the block, or of the process.
+
+    Raises:
+        UserError: If the file system has no locks.
     """
-    path = place.with_name(f"{place.name}.lock")
-    with open(path, "a") as held:
+    path = target.with_name(f"{target.name}.lock")
+    with open(path, "a") as lock_file:
         try:
-            fcntl.flock(held, fcntl.LOCK_EX)
+            fcntl.flock(lock_file, fcntl.LOCK_EX)
         except OSError as error:
             if error.errno not in NO_LOCKS:
                 raise

@@ -1,7 +1,8 @@
-"""Ranges of settings, and the words of messages about them: numbers, near misses, plurals. No torch.
+"""Ranges of settings, and helpers for messages about them: similar names, plurals, lists of options. No torch.
 
-A `Range` is a check of a value, and a phrase that says what the value must be. The types of recipe keys, and the tables
-of options of losses and rewards, are made of ranges.
+A `Range` is a check of a value and a phrase that says what the value must be. The types of recipe keys, and the tables
+of options of losses and rewards, contain ranges. For example, `rank: Annotated[int, at_least(1)]` is reported as
+"lora.rank=0 must be at least 1".
 """
 
 import difflib
@@ -9,31 +10,37 @@ import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, NamedTuple, get_type_hints
 
 Range = tuple[Callable[[Any], bool], str]
-"""A check of a value, and a phrase that says what it must be, in the words of a recipe: null is Python's None."""
+"""A check of a value that is not None, and a phrase that says what it must be, in the words of a recipe."""
 
-MAX_REWARD = 1e30  # in size: sums of many, and of their squares, stay far from what a float cannot hold
-MIN_MAGNITUDE, MAX_MAGNITUDE = (
-    1e-10,
-    1e10,
-)  # of an option's size where it is not 0: float32 computes with it, and with its square
+MAX_REWARD = 1e30  # in magnitude. Sums of many rewards, and of their squares, stay far below the largest float.
+# Magnitudes of an option that is not 0. float32 can represent the option and its square.
+MIN_MAGNITUDE, MAX_MAGNITUDE = 1e-10, 1e10
 
 
 def is_number(value: Any) -> bool:
-    """Return whether `value` is an int or float of a size that can be computed with; true and false are none."""
+    """Check whether a value is an int or float whose magnitude float32 can compute with. true and false are no numbers.
+
+    Example:
+        >>> is_number(0.5), is_number(1e-30), is_number(True)
+        (True, False, False)
+    """
     return is_finite(value) and (value == 0 or MIN_MAGNITUDE <= abs(value) <= MAX_MAGNITUDE)
 
 
 def is_finite(value: Any) -> bool:
-    """Return whether `value` is an int, however large, or a float that is neither NaN nor infinite."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and -float("inf") < value < float("inf")
+    """Check whether a value is an int, however large, or a float that is neither NaN nor infinite."""
+    is_numeric = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_numeric and -math.inf < value < math.inf
 
 
 def magnitude_hint(value: Any) -> str:
-    """Return the end of a refusal of `value`: the sizes allowed, where these are the cause, else nothing."""
-    return f", from {MIN_MAGNITUDE:g} to {MAX_MAGNITUDE:g} in size" if is_finite(value) and not is_number(value) else ""
+    """Return the end of a message about a refused value: the allowed magnitudes if these are the cause, else nothing."""
+    if is_finite(value) and not is_number(value):
+        return f", from {MIN_MAGNITUDE:g} to {MAX_MAGNITUDE:g} in size"
+    return ""
 
 
 NUMBER: Range = (is_number, "a finite number")
@@ -53,78 +60,153 @@ WEIGHT: Range = (lambda v: is_number(v) and v >= 0, "a finite number, at least 0
 
 
 def one_of(choices: Sequence[str]) -> Range:
+    """Return the range of a value that is one of some choices."""
     return (lambda v: v in choices, f"one of {', '.join(choices)}")
 
 
-def at_least(least: int, more: str = "") -> Range:
-    return (lambda v: v >= least, f"at least {least}{more}")
+def at_least(minimum: int, more: str = "") -> Range:
+    """Return the range of a value with a minimum.
+
+    Args:
+        minimum: The smallest value.
+        more: The end of the phrase, such as ", or null for all".
+    """
+    return (lambda v: v >= minimum, f"at least {minimum}{more}")
 
 
-def find_out_of_range(section: Any, prefix: str = "") -> list[tuple[str, Any, str]]:
-    """Return (dotted key, value, what it must be) of each value of `section`, and of sections inside it, that a `Range`
-    in its field's type refuses. None is not looked at: the type says where it is allowed."""
-    wrong = []
-    for name, name_hint in get_type_hints(type(section), include_extras=True).items():
+class OutOfRange(NamedTuple):
+    """A value that its range refuses.
+
+    Attributes:
+        key: The dotted key.
+        value: The value.
+        expected: What the value must be.
+    """
+
+    key: str
+    value: Any
+    expected: str
+
+
+def find_out_of_range(section: Any, prefix: str = "") -> list[OutOfRange]:
+    """Find the values of a section, and of sections inside it, that are out of the range in their field's type.
+
+    None is not checked: the type says whether a key may be null.
+
+    Args:
+        section: A dataclass.
+        prefix: The section's key with a dot. Empty at the top level.
+    """
+    found = []
+    for name, hint in get_type_hints(type(section), include_extras=True).items():
         key, value = f"{prefix}{name}", getattr(section, name)
-        ranges = getattr(name_hint, "__metadata__", ()) if value is not None else ()
-        wrong += [(key, value, phrase) for holds, phrase in ranges if not holds(value)]
-        inner = {key: value}
+        if value is not None:
+            for is_valid, expected in getattr(hint, "__metadata__", ()):
+                if not is_valid(value):
+                    found.append(OutOfRange(key, value, expected))
         if isinstance(value, list):
             inner = {f"{key}[{index}]": entry for index, entry in enumerate(value)}
         elif isinstance(value, dict):
             inner = {f"{key}.{entry_name}": entry for entry_name, entry in value.items()}
-        for place, entry in inner.items():
-            wrong += find_out_of_range(entry, f"{place}.") if is_dataclass(entry) else []
-    return wrong
+        else:
+            inner = {key: value}
+        for inner_key, entry in inner.items():
+            if is_dataclass(entry):
+                found += find_out_of_range(entry, f"{inner_key}.")
+    return found
 
 
 def closest_name(word: str, known: Collection[str]) -> str | None:
-    """Return the name in `known` that `word` is a typo of, or None.
+    """Return the name that a word is a typo of. None if there is none.
 
-    Case, - and _ do not count. A word that is no typo but begins one of the names, or is a part of one, is that name if
-    it is the only one: `warmup` is `warmup_steps`.
+    Case, - and _ are ignored. A word that is no typo, but the beginning or a part of exactly one name, stands for that
+    name.
+
+    Args:
+        word: The word.
+        known: The names.
+
+    Example:
+        >>> closest_name("leraning_rate", ["learning_rate", "warmup_steps"])
+        'learning_rate'
+        >>> closest_name("warmup", ["learning_rate", "warmup_steps"])
+        'warmup_steps'
     """
-    wanted = _normalized(word[:64])
-    by_plain = {_normalized(name): name for name in known}
-    # 0.75: one letter of four. A lower share finds hardly more typos, and more hints that are wrong.
-    close = difflib.get_close_matches(wanted, by_plain, n=1, cutoff=0.75)
+    normalized_word = _normalize(word[:64])
+    names = {_normalize(name): name for name in known}
+    # 0.75 is one wrong letter of four. A lower cutoff finds hardly more typos, and gives more hints that are wrong.
+    close = difflib.get_close_matches(normalized_word, names, n=1, cutoff=0.75)
     if close:
-        return by_plain[close[0]]
-    if len(wanted) < 4:
+        return names[close[0]]
+    if len(normalized_word) < 4:
         return None
-    begun = [name for name in known if _normalized(name).startswith(wanted) or wanted in name.lower().split("_")]
-    return begun[0] if len(begun) == 1 else None
+    containing = []
+    for name in known:
+        if _normalize(name).startswith(normalized_word) or normalized_word in name.lower().split("_"):
+            containing.append(name)
+    return containing[0] if len(containing) == 1 else None
 
 
 def directory_hint(path: str) -> str:
-    """Return the end of a message that there is no directory `path`: one of a near name, or all that stand beside."""
+    """Return the end of a message about a missing directory: a similar name next to it, or the first five names."""
     parent = Path(path).parent
     entries = parent.iterdir() if parent.is_dir() else []
     names = sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
-    if near := closest_name(Path(path).name, names):
+    near = closest_name(Path(path).name, names)
+    if near:
         return f"; did you mean {parent / near}?"
+    if not names or parent == Path():
+        return ""
     more = ", ..." if len(names) > 5 else ""
-    return f"; {parent} has {', '.join(names[:5])}{more}" if names and parent != Path() else ""
+    return f"; {parent} has {', '.join(names[:5])}{more}"
 
 
-def _normalized(word: str) -> str:
+def _normalize(word: str) -> str:
     return word.lower().replace("-", "").replace("_", "")
 
 
 def name_hint(word: str, known: Collection[str], prefix: str = "", otherwise: str | None = None) -> str:
-    """Return the end of a refusal of `word`: the near miss; else `otherwise`, by default all names in `known`."""
-    if near := closest_name(word, known):
+    """Return the end of a message about an unknown name.
+
+    Args:
+        word: The unknown name.
+        known: The known names.
+        prefix: Text in front of a similar name, such as the section of a key.
+        otherwise: The result if no name is similar. None: a list of all known names.
+
+    Example:
+        >>> name_hint("cosin", ["constant", "cosine"])
+        '; did you mean cosine?'
+    """
+    near = closest_name(word, known)
+    if near:
         return f"; did you mean {prefix}{near}?"
-    return f"; there are {', '.join(known)}" if otherwise is None else otherwise
+    if otherwise is not None:
+        return otherwise
+    return f"; there are {', '.join(known)}"
 
 
 def format_value(value: Any) -> str:
-    """Return a value as a recipe writes it."""
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    """Return a value as it is written in a recipe.
+
+    Example:
+        >>> format_value(None), format_value(True), format_value(0.5)
+        ('null', 'true', '0.5')
+    """
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value)
 
 
 def plural(count: float, noun: str) -> str:
-    """Return `noun`, an English word, as it stands behind `count`: "row" of 1, "rows" of 0 or 2, "processes" of 3."""
+    """Return an English noun in the number that fits `count`.
+
+    Example:
+        >>> plural(1, "row"), plural(0, "row"), plural(2, "process")
+        ('row', 'rows', 'processes')
+    """
     if count == 1:
         return noun
     return f"{noun}es" if noun.endswith(("s", "x", "ch", "sh")) else f"{noun}s"

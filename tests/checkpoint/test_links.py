@@ -70,7 +70,7 @@ def test_an_export_that_no_directory_could_get_to_is_refused_before_training(tmp
     refused("which leads to /proc/export, cannot be written: .* /proc does not allow that")
     monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == disk)
     place.symlink_to(disk)
-    refused(f"which leads to {disk}, is a disk's own mount point")
+    refused(f"which leads to {disk}, is the mount point of a disk")
 
 
 @pytest.mark.parametrize("is_there", [True, False])
