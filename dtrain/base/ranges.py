@@ -37,7 +37,7 @@ def is_finite(value: Any) -> bool:
 
 
 def magnitude_hint(value: Any) -> str:
-    """Return the end of a message about a refused value: the allowed magnitudes if these are the cause, else nothing."""
+    """Return the end of a message about a refused value: the allowed magnitudes if they are the cause, else ""."""
     if is_finite(value) and not is_number(value):
         return f", from {MIN_MAGNITUDE:g} to {MAX_MAGNITUDE:g} in size"
     return ""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dtrain.base.errors import UserError
-from dtrain.base.ranges import find_out_of_range
+from dtrain.base.ranges import OutOfRange, find_out_of_range
 from dtrain.data.model_directory import ModelDirectory
 from dtrain.models.common.config import ModelConfig
 from dtrain.recipe import Recipe
@@ -109,6 +109,6 @@ class RunInputs:
         return None
 
     @cached_property
-    def wrong_values(self) -> list[tuple[str, object, str]]:
+    def wrong_values(self) -> list[OutOfRange]:
         """Values of the recipe that are out of range: key, value and the range in words."""
         return find_out_of_range(self.original_recipe)
