@@ -18,7 +18,7 @@ def group(tmp_path, monkeypatch):
         (group / f"memory.{name}").write_text(f"{text}\n")
     (tmp_path / "cgroup").write_text("1:name=systemd:/\n0::/a/b/c\n")
     monkeypatch.setattr(memory, "_CGROUP", tmp_path / "groups")
-    monkeypatch.setattr(memory, "_OWN_GROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(memory, "_PROCESS_CGROUPS", tmp_path / "cgroup")
 
 
 def test_a_group_limits_what_is_free(group):
@@ -27,7 +27,7 @@ def test_a_group_limits_what_is_free(group):
 
 
 def test_without_a_group_it_is_the_host_s(tmp_path, monkeypatch):
-    monkeypatch.setattr(memory, "_OWN_GROUPS", tmp_path / "none")
+    monkeypatch.setattr(memory, "_PROCESS_CGROUPS", tmp_path / "none")
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert memory.total_memory() == total
     assert 0 < memory.free_host_memory() <= total

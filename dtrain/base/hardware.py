@@ -21,32 +21,33 @@ if TYPE_CHECKING:
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 DEVICE_TYPES = ("cpu", "cuda")
 
-FREE_MEMORY_FRACTION = 0.8  # of a GPU's free memory
-C_COMPILERS = ("cc", "gcc", "clang")  # one of which Triton needs on a GPU's machine
+FREE_MEMORY_FRACTION = 0.8  # of a GPU's free memory that `free_device_memory` returns
+C_COMPILERS = ("cc", "gcc", "clang")  # Triton needs one of them
 _GPU_TABLE = tomllib.loads(Path(__file__).with_name("gpus.toml").read_text(encoding="utf-8"))
 BOARDS: dict[str, dict[str, Any]] = _GPU_TABLE["boards"]
-"""GPUs that `dtrain plan` can plan for, as `commands.plan.hardware` reads them."""
+"""GPUs that `dtrain plan` supports, by key. `commands.plan.hardware` describes the entries."""
 
 _MEMINFO = Path("/proc/meminfo")
-_OWN_GROUPS = Path("/proc/self/cgroup")
+_PROCESS_CGROUPS = Path("/proc/self/cgroup")
 _CGROUP = Path("/sys/fs/cgroup")
-# Of version 2 of control groups, and of version 1: limit, use, and the key of pages that a limit gives back.
+# For version 2 of control groups, and for version 1: the file with the limit, the file with the used memory, and the
+# key in memory.stat for cached file pages, which the kernel frees if memory becomes scarce.
 _CGROUP_FILES = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
 
 
-def choose_device_type(setting: str, wanted: str, environ: Mapping[str, str] | None = None) -> str:
+def choose_device_type(setting: str, requested: str, environ: Mapping[str, str] | None = None) -> str:
     """Return "cpu" or "cuda".
 
     Args:
         setting: The setting's name, for messages, such as "launch.device".
-        wanted: Its value. "auto" is "cuda" if torch sees a CUDA device.
-        environ: The environment of the process that uses the device, to explain why it has none. None: not known.
+        requested: Its value. "auto" is "cuda" if torch sees a CUDA device.
+        environ: The environment of the process that uses the device, to explain a missing device. None: unknown.
 
     Raises:
-        UserError: If `wanted` is unknown, or "cuda" without a CUDA device.
+        UserError: If `requested` is unknown, or "cuda" without a CUDA device.
 
     Example:
         >>> choose_device_type("--device", "cpu")
@@ -54,13 +55,13 @@ def choose_device_type(setting: str, wanted: str, environ: Mapping[str, str] | N
     """
     import torch  # measured: `import dtrain` is fast because only what computes loads torch
 
-    if wanted not in ("auto", *DEVICE_TYPES):
-        raise UserError(f"{setting}={wanted} is unknown. Use auto, cpu or cuda.")
-    if wanted == "cpu":
+    if requested not in ("auto", *DEVICE_TYPES):
+        raise UserError(f"{setting}={requested} is unknown. Use auto, cpu or cuda.")
+    if requested == "cpu":
         return "cpu"
     if torch.cuda.device_count() > 0:
         return "cuda"
-    if wanted == "auto":
+    if requested == "auto":
         return "cpu"
     reason = hidden_gpu_reason(environ or {})
     if reason is None:
@@ -69,7 +70,7 @@ def choose_device_type(setting: str, wanted: str, environ: Mapping[str, str] | N
 
 
 def hidden_gpu_reason(environ: Mapping[str, str]) -> str | None:
-    """Return the reason for a missing GPU that the build of torch or the environment shows. None if neither does."""
+    """Return the reason for a missing GPU, from the build of torch and the environment. None if it is unknown."""
     import torch
 
     if torch.version.cuda is None:
@@ -81,66 +82,94 @@ def hidden_gpu_reason(environ: Mapping[str, str]) -> str | None:
 
 
 def peak_flops(device_name: str, dtype: str = "bfloat16") -> float | None:
-    """Return the dense FLOP/s of one device in `dtype`, bfloat16 or float16, by the name CUDA gives it; None where that
-    is unknown."""
-    device = _table_entry(device_name)
-    rate = BOARDS[device]["arithmetic"][1 if dtype == "float16" else 0] if isinstance(device, str) else device
-    return rate or None
+    """Return the peak FLOP/s of a device for dense matrices.
+
+    Args:
+        device_name: Name of the device, from CUDA.
+        dtype: "bfloat16" or "float16".
+
+    Returns:
+        FLOP/s. None if the device is unknown.
+
+    Example:
+        >>> peak_flops("NVIDIA H100 80GB HBM3")
+        989000000000000.0
+    """
+    entry = _table_entry(device_name)
+    if not isinstance(entry, str):
+        return entry or None
+    bfloat16_flops, float16_flops, *_ = BOARDS[entry]["arithmetic"]
+    return (float16_flops if dtype == "float16" else bfloat16_flops) or None
 
 
 def find_board(device_name: str) -> str | None:
-    """Return the key in BOARDS of a device by the name CUDA gives it; None where `dtrain plan` does not know it."""
-    device = _table_entry(device_name)
-    return device if isinstance(device, str) else None
+    """Return the key in BOARDS of a device, by its name from CUDA. None if `dtrain plan` does not support it."""
+    entry = _table_entry(device_name)
+    return entry if isinstance(entry, str) else None
 
 
 def _table_entry(device_name: str) -> str | float | None:
-    """Return what gpus.toml has for a device: a board, or its FLOP/s."""
+    """Return the entry of a device in gpus.toml: the key of a board, or FLOP/s. None if there is no entry."""
     words = device_name.replace("-", " ").split()
-    for name, device in _GPU_TABLE["devices"].items():
+    for name, entry in _GPU_TABLE["devices"].items():
         parts = name.split()
-        if any(words[start : start + len(parts)] == parts for start in range(len(words))):
-            return device
+        for start in range(len(words)):
+            if words[start : start + len(parts)] == parts:
+                return entry
     return None
 
 
 def free_device_memory(device: "torch.device", ranks: int = 1) -> int:
-    """Return the bytes that large buffers, keys and values say, may take on `device`; a CPU is shared by `ranks`."""
+    """Return the memory that large buffers, such as a KV cache, may use on a device.
+
+    Args:
+        device: The device.
+        ranks: Number of ranks that share the memory of a CPU.
+
+    Returns:
+        Bytes: FREE_MEMORY_FRACTION of a GPU's free memory, or a quarter of the host's memory divided by `ranks`.
+    """
     import torch
 
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int((free + reserved) * FREE_MEMORY_FRACTION)
+        # The allocator reserves memory that no tensor uses; it is not free for CUDA, but for us.
+        reusable = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int((free + reusable) * FREE_MEMORY_FRACTION)
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4 // ranks
 
 
 def num_cores() -> int:
     """Return the number of processors that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1  # macOS
 
 
 def total_memory() -> int:
-    """Return the bytes of this host's memory, or of the control group where that has fewer."""
+    """Return the bytes of this host's memory, or the limit of this process's control group if that is lower."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min([total, *(limit for limit, _ in _memory_cgroups())])
 
 
 def free_host_memory(processes: int = 1) -> int:
-    """Return the bytes that are free for each of so many processes of this host."""
+    """Return the bytes of free host memory for each of several processes on this host."""
     free = total_memory()
     with suppress(OSError):
-        if available := re.search(r"MemAvailable:\s+(\d+) kB", _MEMINFO.read_text()):
+        available = re.search(r"MemAvailable:\s+(\d+) kB", _MEMINFO.read_text())
+        if available:
             free = min(free, int(available[1]) * 1024)
     free = min([free, *(limit - used for limit, used in _memory_cgroups())])
     return max(0, free) // processes
 
 
 def _memory_cgroups() -> Iterator[tuple[int, int]]:
-    """Yield limit and use in bytes of the control groups with a limit that this process is in. Pages of files that
-    were not used lately are not in use."""
+    """Yield (limit, used) in bytes for each control group with a memory limit that contains this process.
+
+    Cached file pages that were not used lately do not count as used.
+    """
     with suppress(OSError):
-        for line in _OWN_GROUPS.read_text().splitlines():
+        for line in _PROCESS_CGROUPS.read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             if controllers not in ("", "memory"):
                 continue
@@ -152,8 +181,12 @@ def _memory_cgroups() -> Iterator[tuple[int, int]]:
 
 
 def _cgroup_limit(group: Path) -> Iterator[tuple[int, int]]:
-    for limit, used, reclaimable in _CGROUP_FILES:
+    """Yield (limit, used) in bytes for one control group, if it has a limit."""
+    for limit_file, used_file, reclaimable_key in _CGROUP_FILES:
+        # ValueError: the limit is "max".
         with suppress(OSError, ValueError):
-            pages = re.search(rf"^{reclaimable} (\d+)$", (group / "memory.stat").read_text(), re.MULTILINE)
-            most, now = (int((group / name).read_text()) for name in (limit, used))
-            yield most, max(0, now - (int(pages[1]) if pages else 0))
+            match = re.search(rf"^{reclaimable_key} (\d+)$", (group / "memory.stat").read_text(), re.MULTILINE)
+            reclaimable = int(match[1]) if match else 0
+            limit = int((group / limit_file).read_text())
+            used = int((group / used_file).read_text())
+            yield limit, max(0, used - reclaimable)

@@ -1,7 +1,7 @@
 """Models of the Hugging Face hub by their id, `owner/name`: from huggingface_hub's cache, or downloaded into it.
 
 Only weights in safetensors and the small files of a model are downloaded, no code and no pickle. Token, endpoint,
-offline mode and the cache's place are huggingface_hub's settings (HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE, HF_HOME).
+offline mode and cache directory are huggingface_hub's settings (HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE, HF_HOME).
 Torch is not imported, and huggingface_hub only by a function that needs it.
 
 `client_errors` returns the exceptions of the network clients, which have no base class in common.
@@ -38,7 +38,7 @@ NETWORK_CLIENTS = {
 }
 
 SHARDS = "model-*.safetensors"
-MAX_FILES_NAMED = 8  # missing files in a message
+MAX_FILES_NAMED = 8  # of the missing files, in a message
 SMALL_FILES = [CONFIG, *COMPANIONS, *NESTED_COMPANIONS]
 DOWNLOADED_FILES = [*SMALL_FILES, WEIGHTS, SHARDS, WEIGHTS_INDEX]
 _SNAPSHOT = re.compile(r"models--([A-Za-z0-9][\w.-]*)--([\w.-]+)")
@@ -46,41 +46,69 @@ _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def is_model_id(path: str) -> bool:
-    """Return whether `path` reads as a model's id on the hub. A directory of that name comes first, and beside a
-    run's directory no id is looked for."""
-    is_one = _ID.fullmatch(path) is not None and not Path(path).exists()
-    return is_one and not any(Path(path).parent.glob("*/config.yaml"))
+    """Check whether a path is the id of a model on the hub, `owner/name`.
+
+    An existing directory is no id. Neither is a path in a directory that contains runs: `runs/typo` is then a mistyped
+    run.
+    """
+    if _ID.fullmatch(path) is None or Path(path).exists():
+        return False
+    has_runs = any(Path(path).parent.glob("*/config.yaml"))
+    return not has_runs
 
 
 def cached_model_id(directory: Path) -> str | None:
-    """Return the id of the model whose directory in the cache this is; None for another directory."""
-    repository = directory.absolute().parent.parent
-    match = _SNAPSHOT.fullmatch(repository.name) if directory.absolute().parent.name == "snapshots" else None
-    return f"{match[1]}/{match[2]}" if match else None
+    """Return the id of the model in a directory of the hub's cache. None for any other directory.
+
+    Example:
+        >>> cached_model_id(Path("/cache/hub/models--Qwen--Qwen3-0.6B/snapshots/c1899de2"))
+        'Qwen/Qwen3-0.6B'
+    """
+    snapshots = directory.absolute().parent
+    match = _SNAPSHOT.fullmatch(snapshots.parent.name)
+    if snapshots.name != "snapshots" or match is None:
+        return None
+    return f"{match[1]}/{match[2]}"
 
 
 def find_model_directory(path: Path) -> Path:
-    """Return `path` where it is a directory, else the cached directory of the model whose id it is. No network.
-    Raises UserError."""
+    """Return a model's directory for a path or an id on the hub. No network.
+
+    Args:
+        path: A directory, or the id of a model in the hub's cache.
+
+    Raises:
+        UserError: If there is no such directory and no such model in the cache.
+    """
     if path.is_dir():
         return path
     name = str(path)
-    if (has_id := is_model_id(name)) and (directory := cached_model_directory(name)) is not None:
-        return directory
-    if has_id and (missing := missing_files(name)):
-        raise UserError(incomplete_download_message(name, missing, f"dtrain download {name}"))
-    fetched = f"; a model of the Hugging Face hub is fetched first: `dtrain download {name}`"
-    takes = "give a model's directory, an adapter's, a run's or a step's"
-    raise UserError(f"{name}: no such directory; {takes}{fetched if has_id else directory_hint(name)}")
+    is_id = is_model_id(name)
+    if is_id:
+        directory = cached_model_directory(name)
+        if directory is not None:
+            return directory
+        missing = missing_files(name)
+        if missing:
+            raise UserError(incomplete_download_message(name, missing, f"dtrain download {name}"))
+        hint = f"; a model of the Hugging Face hub is fetched first: `dtrain download {name}`"
+    else:
+        hint = directory_hint(name)
+    raise UserError(f"{name}: no such directory; give a model's directory, an adapter's, a run's or a step's{hint}")
 
 
 def cached_model_directory(name: str, *, weights: bool = True) -> Path | None:
-    """Return the directory of model `name` in the cache; None where it is not there whole. No network.
+    """Return the directory of a model in the cache. No network.
 
-    weights: without them the directory is not whole.
+    Args:
+        name: The model's id.
+        weights: Whether the weights are needed.
+
+    Returns:
+        The directory. None if the model is not in the cache, or not completely.
     """
     directory = cached_snapshot(name)
-    if directory is None or missing_files(name, weights=weights) or not _is_whole(directory, weights):
+    if directory is None or missing_files(name, weights=weights) or not _is_complete(directory, weights):
         return None
     return directory
 
@@ -88,8 +116,8 @@ def cached_model_directory(name: str, *, weights: bool = True) -> Path | None:
 def missing_files(name: str, *, weights: bool = True) -> list[str]:
     """Return the files that an interrupted download of model `name` did not reach. No network.
 
-    They are known from the hub's listing, which huggingface_hub keeps beside a snapshot, or from the index of the
-    weights. Only files without which a model cannot be read are named.
+    They follow from the hub's listing, which huggingface_hub stores next to a snapshot, or from the index of the
+    weights. Only files that are needed to read the model are returned.
 
     Args:
         name: The model's id.
@@ -107,7 +135,7 @@ def missing_files(name: str, *, weights: bool = True) -> list[str]:
         needed += [
             path for path in listed if any(fnmatchcase(path, pattern) for pattern in (WEIGHTS, SHARDS, WEIGHTS_INDEX))
         ]
-        with suppress(UserError):  # a damaged index is reported where the weights are read
+        with suppress(UserError):  # a damaged index is reported when the weights are read
             needed += find_weight_files(directory) or ()
     return sorted({path for path in needed if not (directory / path).is_file()})
 
@@ -172,30 +200,51 @@ def cached_snapshot(
     return Path(directory)
 
 
-def _is_whole(directory: Path, weights: bool) -> bool:
+def _is_complete(directory: Path, weights: bool) -> bool:
+    """Check whether a directory contains config.json, and the weights if they are needed."""
     return (directory / CONFIG).is_file() and (not weights or _has_weights(directory))
 
 
 def download_model(name: str, *, weights: bool = True, key: str = "model.path") -> Path:
-    """Download what the cache does not hold of model `name`, and return its directory there. Raises UserError that
-    says what to do where the hub does not give it. Several processes may ask at once: the library locks each file.
-    key: that names the model."""
+    """Download the files of a model that are not in the cache, and return its directory there.
+
+    Several processes may call this at the same time, because huggingface_hub locks each file.
+
+    Args:
+        name: The model's id.
+        weights: Whether to download the weights too.
+        key: The recipe key that names the model, for messages.
+
+    Raises:
+        UserError: If the model cannot be downloaded. The message says what to do.
+    """
     from huggingface_hub import snapshot_download
 
     patterns = DOWNLOADED_FILES if weights else SMALL_FILES
     command = f"dtrain download {name}"
     with hub_errors(name, "model", command, f"{key} to a directory", partial(missing_files, name, weights=weights)):
         directory = Path(snapshot_download(name, allow_patterns=patterns))
-    # Without a network the library returns a snapshot for which it keeps no listing as it is.
-    if missing := missing_files(name, weights=weights):
+    # Without a network, the library does not check a snapshot for which it has no listing.
+    missing = missing_files(name, weights=weights)
+    if missing:
         raise UserError(incomplete_download_message(name, missing, command))
     _refuse_unfit(name, (directory / CONFIG).is_file(), not weights or _has_weights(directory))
     return directory
 
 
 def look_up_model(name: str, key: str = "model.path") -> tuple[Path, int]:
-    """Download the small files of model `name`; return its directory in the cache and the bytes of the weights that
-    `download_model` would fetch beside them. Raises UserError as `download_model` does."""
+    """Download only the small files of a model, to find out about its weights.
+
+    Args:
+        name: The model's id.
+        key: The recipe key that names the model, for messages.
+
+    Returns:
+        Its directory in the cache, and the bytes of its weights, which `download_model` would download.
+
+    Raises:
+        UserError: As `download_model`.
+    """
     from huggingface_hub import HfApi
 
     directory = download_model(name, weights=False, key=key)
@@ -208,6 +257,7 @@ def look_up_model(name: str, key: str = "model.path") -> tuple[Path, int]:
 
 
 def _refuse_unfit(name: str, has_config: bool, has_weights: bool) -> None:
+    """Raise UserError for a repository without config.json or without weights in safetensors."""
     if not has_config or not has_weights:
         lacking = "weights in safetensors" if has_config else CONFIG
         raise UserError(f"{name} has no {lacking} on the hub: dtrain cannot train it")
@@ -217,13 +267,13 @@ def _refuse_unfit(name: str, has_config: bool, has_weights: bool) -> None:
 def hub_errors(
     name: str, kind: str, command: str, otherwise: str, missing: Callable[[], Sequence[str]] = list
 ) -> Iterator[None]:
-    """Raise what the library raises in the block as a UserError that says what to do.
+    """Context that turns errors of huggingface_hub into a UserError that says what to do.
 
     Args:
         name: The id of a repository on the hub.
         kind: model, or dataset.
-        command: What fetches it elsewhere.
-        otherwise: What else to set.
+        command: The command that downloads it on a machine with a network.
+        otherwise: An alternative, such as "model.path to a directory".
         missing: Returns the files that an interrupted download did not reach. Called if the hub cannot be reached.
     """
     from huggingface_hub.errors import (
@@ -251,7 +301,8 @@ def hub_errors(
             "wrong one, was sent: check the name, or run `hf auth login`, or set HF_TOKEN"
         ) from error
     except client_errors(LocalEntryNotFoundError) as error:
-        if names := missing():
+        names = missing()
+        if names:
             raise UserError(incomplete_download_message(name, names, command)) from error
         raise UserError(
             f"{name} is no {here} here and not in the hub's cache on this machine, and the hub cannot be reached "
@@ -264,9 +315,10 @@ def hub_errors(
 
 
 def _has_weights(directory: Path) -> bool:
+    """Check whether all files with weights are in a directory."""
     try:
         return all((directory / name).is_file() for name in find_weight_files(directory) or [WEIGHTS])
-    except UserError:  # told of where the weights are read
+    except UserError:  # a damaged index is reported when the weights are read
         return False
 
 

@@ -39,17 +39,19 @@ def storage_key(tensor: Tensor) -> int:
 
 @contextmanager
 def deterministic_algorithms(environ: MutableMapping[str, str]) -> Iterator[None]:
-    """Let torch use deterministic algorithms alone while the block runs, and cuBLAS workspaces of one size.
+    """Context in which torch uses only deterministic algorithms, and cuBLAS workspaces of one size.
 
-    environ: of this process; cuBLAS reads it at its first product. torch raises a RuntimeError that names the operation
-    where one has no deterministic algorithm (`torch.use_deterministic_algorithms`).
+    In the context, torch raises a RuntimeError that names an operation without a deterministic algorithm.
+
+    Args:
+        environ: The environment of this process. cuBLAS reads it at the first matrix product.
     """
     was_on, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     switches: Any = torch.utils.deterministic
     fills = switches.fill_uninitialized_memory
     environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-    switches.fill_uninitialized_memory = False  # it writes all memory once more
+    switches.fill_uninitialized_memory = False  # it would write all memory once more
     try:
         yield
     finally:
@@ -58,10 +60,14 @@ def deterministic_algorithms(environ: MutableMapping[str, str]) -> Iterator[None
 
 
 def cumsum(values: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return the cumulative sums of floats over the last dimension, like values, in `dtype`. Differentiable.
+    """Return the cumulative sums over the last dimension. Differentiable.
 
-    As `torch.cumsum`, whose kernel on CUDA has no fixed order: under deterministic algorithms the sums are doubled in
-    length log2(n) times there.
+    As `torch.cumsum`, whose kernel on CUDA adds in no fixed order. Under deterministic algorithms `prefix_sums` is used
+    there.
+
+    Args:
+        values: Floats, [..., n].
+        dtype: Data type of the sums. None: that of `values`.
     """
     if not values.is_cuda or not torch.are_deterministic_algorithms_enabled():
         return values.cumsum(-1, dtype=dtype)
@@ -69,8 +75,17 @@ def cumsum(values: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def prefix_sums(values: Tensor) -> Tensor:
-    """Return the cumulative sums of values [.., n]: sums of 1, 2, 4, ... neighbours, each of two that are half as long
-    (Hillis and Steele, 1986)."""
+    """Return the cumulative sums over the last dimension in log2(n) steps, each in a fixed order.
+
+    Step k adds to each element the one 2**k before it, so that sums of 1, 2, 4, ... neighbours result.
+
+    Example:
+        >>> prefix_sums(torch.tensor([1.0, 2.0, 3.0, 4.0]))
+        tensor([ 1.,  3.,  6., 10.])
+
+    Reference:
+        W. D. Hillis and G. L. Steele, Data parallel algorithms, 1986.
+    """
     length = 1
     while length < values.shape[-1]:
         values = torch.cat([values[..., :length], values[..., length:] + values[..., :-length]], -1)
