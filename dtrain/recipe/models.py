@@ -1,6 +1,7 @@
-"""Models by short name, and what a general recipe should say for each of them: `models.toml`, looked up.
+"""Models by short name, and the overrides that the general recipes need for each of them (models.toml).
 
-Loaded for the answer to a model's former recipe, and by the tools that plan for models.
+Earlier versions of dtrain had a recipe for each model, such as `qwen3-8b-lora-sft`. The message for such a name shows
+the command with the general recipe in its place. The tools that plan for models use the table as well.
 """
 
 import shlex
@@ -10,16 +11,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 IMAGES_PREFIX = "images-"
-"""Begins the name of a recipe for chats with images: `images-sft` is `sft` with the keys of both."""
+"""Start of the names of former recipes for chats with images: `images-sft` is `sft` with additional keys."""
 
 _FILE = tomllib.loads(Path(__file__).with_name("models.toml").read_text(encoding="utf-8"))
-MODELS: dict[str, str] = {name: path for group in _FILE["models"].values() for name, path in group.items()}
-"""Short name → id on the hub."""
+_GROUPS: dict[str, dict[str, str]] = _FILE["models"]  # group -> short name -> id on the hub
+MODELS: dict[str, str] = {name: hub_id for group in _GROUPS.values() for name, hub_id in group.items()}
+"""Short name -> id on the hub."""
 
 
 @dataclass(frozen=True)
 class SpecialKeys:
-    """Overrides that `models`, short names or groups of them, take beside these general `recipes`."""
+    """Overrides that some models need with some general recipes.
+
+    Attributes:
+        recipes: Names of the general recipes.
+        models: Short names of models, or names of groups of models.
+        keys: The overrides.
+        why: The reason.
+    """
 
     recipes: tuple[str, ...]
     models: tuple[str, ...]
@@ -34,17 +43,40 @@ SPECIAL = tuple(
 
 
 def model_overrides(model: str, recipe: str) -> list[str]:
-    """Return the overrides of the general recipe `recipe` for a short name: model.path first."""
-    groups = {model, *(group for group, names in _FILE["models"].items() if model in names)}
+    """Return the overrides of a general recipe for a model.
+
+    Args:
+        model: Short name of the model.
+        recipe: Name of the general recipe, possibly with IMAGES_PREFIX.
+
+    Returns:
+        The overrides, `model.path` first.
+    """
+    names = {model}  # of the model and its groups
+    for group, models in _GROUPS.items():
+        if model in models:
+            names.add(group)
     recipes = {recipe, recipe.removeprefix(IMAGES_PREFIX)}
-    special = [entry for entry in SPECIAL if recipes & {*entry.recipes} and groups & {*entry.models}]
-    return [f"model.path={MODELS[model]}", *(key for entry in special for key in entry.keys)]
+    found = [f"model.path={MODELS[model]}"]
+    for entry in SPECIAL:
+        if recipes.intersection(entry.recipes) and names.intersection(entry.models):
+            found += entry.keys
+    return found
 
 
 def split_recipe_name(name: str, recipes: Collection[str]) -> tuple[str, str] | None:
-    """Return the short name and the recipe of a former recipe's `name`, "qwen3-8b-lora-sft"; None where it is none.
+    """Split the name of a former recipe into the short name of its model and the name of a general recipe.
 
-    recipes: the names of the general ones.
+    Args:
+        name: The name, such as "qwen3-8b-lora-sft".
+        recipes: Names of the general recipes.
+
+    Returns:
+        The two names. None if `name` is no former recipe.
+
+    Example:
+        >>> split_recipe_name("qwen3-8b-lora-sft", ["sft", "lora-sft"])
+        ('qwen3-8b', 'lora-sft')
     """
     for model in MODELS:
         recipe = name.removeprefix(f"{model}-")
@@ -54,8 +86,17 @@ def split_recipe_name(name: str, recipes: Collection[str]) -> tuple[str, str] | 
 
 
 def former_recipe_command(name: str, recipes: Collection[str]) -> str | None:
-    """Return the command in place of a former recipe's `name`; None where it is none."""
-    both = split_recipe_name(name, recipes)
-    if both is None:
+    """Return the command that replaces a former recipe.
+
+    Args:
+        name: Name of the recipe.
+        recipes: Names of the general recipes.
+
+    Returns:
+        A `dtrain run` command. None if `name` is no former recipe.
+    """
+    names = split_recipe_name(name, recipes)
+    if names is None:
         return None
-    return shlex.join(["dtrain", "run", both[1].removeprefix(IMAGES_PREFIX), *model_overrides(*both)])
+    model, recipe = names
+    return shlex.join(["dtrain", "run", recipe.removeprefix(IMAGES_PREFIX), *model_overrides(model, recipe)])

@@ -1,4 +1,4 @@
-"""The recipes that ship with dtrain: where they are, their names, and the file of a name or a path."""
+"""The recipes that ship with dtrain: their directory, their names, and the file for a name or a path."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,9 +7,9 @@ from dtrain.base.errors import UserError
 from dtrain.base.ranges import closest_name
 
 CLUSTERS = ("slurm.sh", "kubernetes.yaml")
-"""Files beside the shipped recipes that start them on a cluster. `find` knows these by their whole name."""
+"""Files next to the shipped recipes that start a run on a cluster. `find_recipe` needs their full names."""
 QUICKSTART = "quickstart"
-"""Begins the names of the quickstart's recipes, which name a model of their own. The others are general."""
+"""Start of the names of the quickstart's recipes, which name their model. All other recipes are general."""
 
 GENERATED_FILES = {
     "build/arithmetic/early": "dtrain export runs/quickstart/checkpoints/step-300 build/arithmetic/early",
@@ -20,8 +20,10 @@ GENERATED_FILES = {
     "build/arithmetic": "python {tools}/make_arithmetic.py build/arithmetic",
     "build/shapes": "python {tools}/make_shapes.py build/shapes",
 }
-"""Files and directories that the quickstart's recipes read, and the command that makes each. The first that fits
-counts."""
+"""Files and directories that the quickstart's recipes read, with the command that makes each.
+
+The first entry that contains a path counts.
+"""
 
 
 def recipes_dir() -> Path:
@@ -30,7 +32,7 @@ def recipes_dir() -> Path:
 
 
 def how_to_make(path: str) -> str:
-    """Return the end of a message that `path` is missing: the command that makes it, if a quickstart's recipe reads it.
+    """Return the end of a message about a missing path: the command that makes it, if the quickstart uses it.
 
     >>> how_to_make("build/shapes/train.jsonl")  # doctest: +ELLIPSIS
     ': `python .../make_shapes.py build/shapes` makes it'
@@ -44,23 +46,32 @@ def how_to_make(path: str) -> str:
 
 
 def _shipped_directory(name: str) -> Path:
-    """Return a directory of the repository: in the package of an installed wheel, beside the package in a checkout."""
+    """Return a directory of the repository: in the package of an installed wheel, next to the package in a checkout."""
     package = Path(__file__).resolve().parents[1]
     packaged = package / f"_{name}"
     return packaged if packaged.is_dir() else package.parent / name
 
 
 def list_shipped_recipes(general: Sequence[str] = ()) -> list[tuple[str, str]]:
-    """Return (name, first line of its header) of every shipped recipe: those of a method of `general`, in its order,
-    each before those with an adapter; then the quickstart's."""
+    """List the shipped recipes.
 
-    def place(path: Path) -> tuple[bool, int, int, str]:
-        is_quickstart, method = path.stem.startswith(QUICKSTART), path.stem.rpartition("-")[2]
-        rank = len(general) if is_quickstart or method not in general else general.index(method)
+    Args:
+        general: Names of methods. Their recipes come first, in this order, and each before its variant with an adapter
+            (`sft`, `lora-sft`). The quickstart's recipes come last.
+
+    Returns:
+        (name, first line of the file's header) for each recipe.
+    """
+
+    def sort_key(path: Path) -> tuple[bool, int, int, str]:
+        is_quickstart = path.stem.startswith(QUICKSTART)
+        method = path.stem.rpartition("-")[2]
+        has_rank = method in general and not is_quickstart
+        rank = general.index(method) if has_rank else len(general)
         return is_quickstart, rank, len(path.stem), path.stem
 
     recipes = []
-    for path in sorted(recipes_dir().glob("*.yaml"), key=place):
+    for path in sorted(recipes_dir().glob("*.yaml"), key=sort_key):
         if path.name in CLUSTERS:
             continue
         with path.open(encoding="utf-8") as file:
@@ -69,24 +80,38 @@ def list_shipped_recipes(general: Sequence[str] = ()) -> list[tuple[str, str]]:
 
 
 def find_recipe(recipe: str | Path) -> Path:
-    """Return the file of a recipe: a path as it is, or the name of a shipped recipe. Raises UserError."""
+    """Find the file of a recipe.
+
+    Args:
+        recipe: The path of a file, or the name of a shipped recipe.
+
+    Raises:
+        UserError: If there is no such recipe.
+    """
     path = Path(recipe).expanduser()
     if path.is_file():
         return path
-    file = str(recipe) if str(recipe) in CLUSTERS else f"{recipe}.yaml"
-    packaged = recipes_dir() / file
-    if path.name == str(recipe) and (file == str(recipe) or file not in CLUSTERS) and packaged.is_file():
-        return packaged
+    name = str(recipe)
+    is_plain_name = path.name == name
+    # "slurm.sh" finds that file, but "kubernetes" does not find kubernetes.yaml, which is no recipe.
+    file = name if name in CLUSTERS else f"{name}.yaml"
+    is_allowed = name in CLUSTERS or file not in CLUSTERS
+    shipped_file = recipes_dir() / file
+    if is_plain_name and is_allowed and shipped_file.is_file():
+        return shipped_file
     if path.is_dir():
-        own = path / "config.yaml"
-        meant = f"; the recipe of this run is {own}" if own.is_file() else ": name a recipe's file in it"
-        raise UserError(f"{recipe or 'the recipe'} is a directory{meant}")
-    names = [name for name, _ in list_shipped_recipes()]
-    from dtrain.recipe import models  # for the name of a former recipe alone
+        saved = path / "config.yaml"
+        hint = f"; the recipe of this run is {saved}" if saved.is_file() else ": name a recipe's file in it"
+        raise UserError(f"{recipe or 'the recipe'} is a directory{hint}")
 
-    name = path.name.removesuffix(".yaml")
-    if command := models.former_recipe_command(name, [name for name in names if not name.startswith(QUICKSTART)]):
-        raise UserError(f"there is no recipe {name} any more: `{command}`")
+    from dtrain.recipe import models  # measured: only needed for this message
+
+    names = [shipped_name for shipped_name, _ in list_shipped_recipes()]
+    former_name = path.name.removesuffix(".yaml")
+    general_names = [shipped_name for shipped_name in names if not shipped_name.startswith(QUICKSTART)]
+    command = models.former_recipe_command(former_name, general_names)
+    if command:
+        raise UserError(f"there is no recipe {former_name} any more: `{command}`")
     near = closest_name(path.stem, names)
     hint = f"; did you mean {near}?" if near else "; `dtrain ls` lists the recipes that ship with dtrain"
     raise UserError(f"there is no recipe {recipe}: neither a file nor a shipped recipe{hint}")

@@ -1,8 +1,9 @@
 """Hints for messages about mistyped YAML and numbers (error_hints.toml), and other tools' names (key_aliases.toml).
 
-key_aliases.toml has the names of keys and values in other tools, and dtrain's names for the same things. A word is
-looked up by the last part of an unknown key, so `learning_rate` and `training_args.learning_rate` get one answer, or by
-the last two where the file names these; `sequence_packing.enabled` is looked up as `sequence_packing`.
+key_aliases.toml maps the names of keys and values in other tools to dtrain's names for the same things. An unknown key
+is looked up by its last part, so `learning_rate` and `training_args.learning_rate` get the same explanation. If the
+file contains the last two parts, these are used. A last part `enabled` is removed first: `sequence_packing.enabled` is
+looked up as `sequence_packing`.
 """
 
 import re
@@ -30,84 +31,144 @@ _ALIASES = tomllib.loads(Path(__file__).with_name("key_aliases.toml").read_text(
 
 def yaml_hint(problem: Any) -> str:
     """Return the hint for a problem that the YAML parser reports."""
-    return next((fix for part, fix in _HINTS["yaml"].items() if part in str(problem)), "")
+    for part, hint in _HINTS["yaml"].items():
+        if part in str(problem):
+            return hint
+    return ""
 
 
 def pasted_character_hint(text: Any) -> str:
-    """Return the hint for a text with a character that looks like one of the keyboard's and is another."""
+    """Return the hint for a text with a character that looks like one on the keyboard, as pasted text often has.
+
+    Example:
+        >>> pasted_character_hint("1e\u22125")
+        ': it holds U+2212, minus sign, not the character it looks like: type -'
+    """
     if not isinstance(text, str):
         return ""
     for character in text:
         name = unicodedata.name(character, "")
-        meant = _PASTED.get(character) or (" " if unicodedata.category(character) == "Zs" and character != " " else "")
-        if meant or (name.startswith(("CYRILLIC", "GREEK")) and len(text.encode()) < 2 * len(text)):
-            fix = f"type {meant}" if meant.strip() else "type a blank" if meant else "type the word anew"
+        is_unusual_blank = unicodedata.category(character) == "Zs" and character != " "
+        # A single Cyrillic or Greek letter in a word of other letters. A word of that script has 2 bytes per letter.
+        is_foreign_letter = name.startswith(("CYRILLIC", "GREEK")) and len(text.encode()) < 2 * len(text)
+        if character in _PASTED:
+            fix = f"type {_PASTED[character]}"
+        elif is_unusual_blank:
+            fix = "type a blank"
+        elif is_foreign_letter:
+            fix = "type the word anew"
+        else:
+            fix = ""
+        if fix:
             return f": it holds U+{ord(character):04X}, {name.lower()}, not the character it looks like: {fix}"
     return ""
 
 
 def number_hint(value: Any, kinds: list) -> str:
-    """Return the hint for a number that is written with a comma in it or behind it, or with a second =."""
-    if not isinstance(value, str) or not {int, float} & {*kinds}:
+    """Return the hint for a number that is written with a comma, or with a second =.
+
+    Example:
+        >>> number_hint("0,5", [float])
+        ': write 0.5'
+    """
+    if not isinstance(value, str) or (int not in kinds and float not in kinds):
         return ""
     if re.fullmatch(r"=+ *[-\d.e]+", value):
         return ": write one ="
     if not re.fullmatch(r"[\d.]+,[\d.]*(e-?\d+)?", value):
         return ""
-    is_left_out = value.endswith(",") or float not in kinds
-    return ": leave out the comma" if is_left_out else f": write {value.replace(',', '.')}"
+    is_superfluous = value.endswith(",") or float not in kinds
+    return ": leave out the comma" if is_superfluous else f": write {value.replace(',', '.')}"
 
 
 def list_hint(value: Any, kinds: list, usual: Any) -> str:
-    """Return the hint for a list that is written without its brackets; usual: the setting's own value, which shows how
-    many numbers it takes."""
+    """Return the hint for a list that is written without brackets.
+
+    Args:
+        value: The refused value.
+        kinds: The alternatives of the key's type.
+        usual: The key's default, which shows how many numbers the key takes.
+    """
     if isinstance(usual, list) and len(usual) > 1 and isinstance(value, int | float) and not isinstance(value, bool):
         return f": it has {len(usual)}, such as [{', '.join(map(str, usual))}]"
     if not any(get_origin(kind) is list for kind in kinds) or not isinstance(value, str | int | float):
         return ""
-    return "" if isinstance(value, bool) else f": write [{', '.join(re.split(r'[, ]+', str(value)))}]"
+    if isinstance(value, bool):
+        return ""
+    entries = re.split(r"[, ]+", str(value))
+    return f": write [{', '.join(entries)}]"
 
 
 def percent_hint(value: Any) -> str:
-    """Return the hint for a share that is written in percent."""
+    """Return the hint for a share that is written in percent.
+
+    Example:
+        >>> percent_hint("5%")
+        ': write 0.05'
+    """
     is_percent = isinstance(value, str) and re.fullmatch(r"\d+(\.\d+)?%", value)
     return f": write {float(value[:-1]) / 100:g}" if is_percent else ""
 
 
 def lacks_space_after_colon(word: Any) -> bool:
-    """Return whether `word` is a key and its value, without the blank between them that YAML wants."""
+    """Check whether a word is a key and its value without the blank that YAML needs between them, such as `lr:1e-5`."""
     return isinstance(word, str) and re.fullmatch(r"\w+:\S+", word) is not None
 
 
 def type_description(kinds: list) -> str:
     """Return the description of a type by its alternatives `kinds`, such as "text or null"."""
     names = []
+    numbers = {int: "whole numbers", float: "numbers"}
     for kind in kinds:
-        if get_origin(kind) is dict and (numbers := {int: "whole numbers", float: "numbers"}.get(get_args(kind)[1])):
-            names.append(f"a mapping from names to {numbers}")
-        elif get_origin(kind) is list:
-            inner = _NEEDED[get_args(kind)[0]].removeprefix("a whole ").removeprefix("a ")
-            names.append(f"a list of {'texts' if inner == 'text' else 'numbers'}")
+        origin, arguments = get_origin(kind), get_args(kind)
+        if kind is NoneType:
+            names.append("null")
+        elif origin is dict and arguments[1] in numbers:
+            names.append(f"a mapping from names to {numbers[arguments[1]]}")
+        elif origin is list:
+            names.append("a list of texts" if arguments[0] is str else "a list of numbers")
         else:
-            names.append("null" if kind is NoneType else _NEEDED[get_origin(kind) or kind])
+            names.append(_NEEDED[origin or kind])
     return " or ".join(names)
 
 
 def invert_table(table: dict[str, str]) -> dict[str, str]:
-    """Return text by word, of a table from a text to words with blanks between them."""
-    return {word: text for text, words in table.items() for word in words.split()}
+    """Return a table from words to texts, for a table from texts to words.
+
+    Example:
+        >>> invert_table({"optimizer.lr": "learning_rate base_lr"})
+        {'learning_rate': 'optimizer.lr', 'base_lr': 'optimizer.lr'}
+    """
+    inverted = {}
+    for text, words in table.items():
+        for word in words.split():
+            inverted[word] = text
+    return inverted
 
 
 DTRAIN_KEYS = invert_table(_ALIASES["keys"])
 UNNEEDED_KEYS = invert_table(_ALIASES["needless"])
 UNSUPPORTED_KEYS = invert_table(_ALIASES["not_yet"])
-KEY_FAMILIES = invert_table(_ALIASES["families"])  # beginnings of words
-METHODS_BY_LOSS = invert_table(_ALIASES["methods"])  # words for a method, where a loss is asked for
-VALUES_BY_KEY = {key: invert_table(table) for key, table in _ALIASES["values"].items()}  # of a key: our value by word
+KEY_FAMILIES = invert_table(_ALIASES["families"])  # start of a word -> a word that is explained
+METHODS_BY_LOSS = invert_table(_ALIASES["methods"])  # name of a method, given as a loss -> the method to set
+VALUES_BY_KEY = {
+    key: invert_table(table) for key, table in _ALIASES["values"].items()
+}  # key -> another tool's value -> dtrain's
 
 
 def explain_unknown_key(key: str) -> str | None:
-    """Return the answer to the unknown `key`, with dots or without; None where dtrain has no answer of its own."""
+    """Return what dtrain has in place of an unknown key.
+
+    Args:
+        key: The key, with its sections or without.
+
+    Returns:
+        An explanation. None if the key is not in key_aliases.toml.
+
+    Example:
+        >>> explain_unknown_key("training_args.learning_rate")
+        "dtrain's word for it is optimizer.lr"
+    """
     parts = _key_parts(key)
     for word in (".".join(parts[-2:]), parts[-1]):
         if word in DTRAIN_KEYS:
@@ -116,19 +177,21 @@ def explain_unknown_key(key: str) -> str | None:
             return f"dtrain needs no key for it: {UNNEEDED_KEYS[word]}"
         if word in UNSUPPORTED_KEYS:
             return f"dtrain does not have this yet: {UNSUPPORTED_KEYS[word]}"
-    family = next((word for prefix, word in KEY_FAMILIES.items() if parts[-1].startswith(prefix)), None)
-    return explain_unknown_key(family) if family else None
+    for prefix, word in KEY_FAMILIES.items():
+        if parts[-1].startswith(prefix):
+            return explain_unknown_key(word)
+    return None
 
 
 def find_dtrain_value(key: str, value: Any) -> str | None:
-    """Return our word for a `value` of `key` as other tools or people say it, with its remark; None where unknown."""
+    """Return dtrain's name, with a remark, for another tool's value of a dtrain key. None if it is unknown."""
     return VALUES_BY_KEY.get(key, {}).get(str(value).lower())
 
 
 def value_hint(key: str, value: str, known: Collection[str]) -> str:
-    """Return the end of a refusal of `value` at `key`.
+    """Return the end of a message about a refused value of a key.
 
-    It names the value that was meant, the method that `value` is, the nearest name in `known`, or all of them.
+    The hint is dtrain's name for the value, the method that is meant, a similar name in `known`, or all names there.
     """
     near = find_dtrain_value(key, value)
     if near:
@@ -137,7 +200,7 @@ def value_hint(key: str, value: str, known: Collection[str]) -> str:
 
 
 def method_hint(key: str, value: Any) -> str:
-    """Return the end of a refusal of `value` at `key`, if the key is a method's loss and the value another method.
+    """Return the end of a message about a refused value, if the key is a method's loss and the value another method.
 
     >>> method_hint("dpo.loss", "kto_pair")
     '; set method=kto, which trains single replies that are marked as wanted or not'
@@ -150,8 +213,16 @@ def method_hint(key: str, value: Any) -> str:
 
 
 def find_dtrain_key(key: str, value: Any) -> tuple[str, Any] | None:
-    """Return another tool's key as ours, with its value, whose word may yet be another tool's (`our_word_for`); None
-    where the table does not say that it is the same thing."""
+    """Return dtrain's key for another tool's key, and its value.
+
+    Args:
+        key: The other tool's key.
+        value: Its value.
+
+    Returns:
+        The key and the value, which may still be another tool's name (`find_dtrain_value`). None if key_aliases.toml
+        has no key with the same meaning.
+    """
     parts = _key_parts(key)
     entry = key if key in VALUES_BY_KEY else DTRAIN_KEYS.get(".".join(parts[-2:])) or DTRAIN_KEYS.get(parts[-1]) or ""
     same = re.fullmatch(r"([a-z_0-9.]+)(=[^\s:,]+)?(?:,.*)?", entry)

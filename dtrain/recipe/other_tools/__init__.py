@@ -28,14 +28,14 @@ from dtrain.recipe.other_tools.trl import HANDBOOK, TRL
 from dtrain.recipe.other_tools.unsloth import UNSLOTH
 from dtrain.recipe.other_tools.verl import VERL
 
-__all__ = ["TOOLS", "Conversion", "LostKey", "RecipeKeys", "Tool", "convert", "tool_of"]
+__all__ = ["TOOLS", "Conversion", "LostKey", "RecipeKeys", "Tool", "convert", "detect_tool"]
 
 TOOLS = (TRL, HANDBOOK, AXOLOTL, LLAMA_FACTORY, UNSLOTH, TORCHTUNE, NEMO_RL, VERL, AUTOMODEL)
 """The tools whose files are converted. A file that several of them know is the last one's."""
 
 
 def detect_tool(file: Mapping[str, Any]) -> Tool | None:
-    """Return the tool that a file with these dotted keys is written for; None if no key shows it."""
+    """Return the tool that a file with these dotted keys is written for; None if no key indicates one."""
     found = None
     for tool in TOOLS:
         if any(re.fullmatch(mark, key) for mark in tool.marks for key in file):

@@ -223,7 +223,7 @@ def _dataset(draft: Draft, entry: Mapping[str, Any], source: str) -> Dataset:
 
 
 def _is_dtrains_behaviour(key: str, value: Any) -> bool:
-    """Return whether a value of a data set's entry asks for what dtrain does anyway."""
+    """Check whether a value of a data set's entry asks for what dtrain does anyway."""
     if key in ("train_on_eos", "train_on_eot"):
         return bool(value == "turn")
     if key == "roles_to_train":

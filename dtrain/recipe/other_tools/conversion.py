@@ -28,7 +28,7 @@ class Conversion:
     """A file of another tool as a recipe.
 
     Attributes:
-        tool: The tool's name, or None if its keys show none.
+        tool: The tool's name, or None if its keys indicate none.
         version: The version whose defaults were filled in.
         values: Dotted key of the recipe and its value, in the order of docs/recipe.md.
         comments: For some of these keys, where the value comes from if the file does not give it.

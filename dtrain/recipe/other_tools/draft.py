@@ -90,7 +90,7 @@ class Draft:
     """An unfinished recipe, and the file that it is made of.
 
     Attributes:
-        tool: The tool that the file is written for. None if no key shows it.
+        tool: The tool that the file is written for. None if no key indicates one.
         file: The file's values by dotted key. Lists are not flattened.
         keys: The keys of dtrain's recipes.
         typed_method: The method that the user typed behind the file's name, or None.
@@ -215,7 +215,7 @@ class Draft:
         return found
 
     def given(self, *names: str) -> bool:
-        """Return whether the file has one of these keys with a value other than null. Marks nothing as read."""
+        """Check whether the file has one of these keys with a value other than null. Marks nothing as read."""
         return any(self.file.get(name) is not None for name in names)
 
     def section(self, prefix: str) -> dict[str, Any]:
@@ -328,7 +328,7 @@ class Draft:
         return self.values.get(key, self.defaults.get(key, default))
 
     def has(self, prefix: str) -> bool:
-        """Return whether the recipe has a value for a key or for one below it."""
+        """Check whether the recipe has a value for a key or for one below it."""
         return any(key == prefix or key.startswith(f"{prefix}.") for key in self.values)
 
     def set_defaults(self, *layers: Mapping[str, Any]) -> None:
@@ -386,7 +386,7 @@ class Draft:
             self.put(key, value, source)
 
     def _is_of_another_method(self, section: str) -> bool:
-        """Return whether a section is that of a method other than the file's."""
+        """Check whether a section is that of a method other than the file's."""
         _, problems = self.keys.fit("method", section)
         return not problems and section != self.method
 
@@ -401,7 +401,7 @@ class Draft:
             self.lose(key, answer)
 
     def _is_switched_off(self, key: str) -> bool:
-        """Return whether a key is in a section that its own `enable` or `enabled` switches off."""
+        """Check whether a key is in a section that its own `enable` or `enabled` switches off."""
         section = key.rpartition(".")[0]
         return any(self.file.get(f"{section}.{switch}") is False for switch in ("enable", "enabled"))
 
@@ -473,17 +473,17 @@ def as_number(value: Any) -> int | float | None:
 
 
 def _matches(key: str, names: Iterable[str]) -> bool:
-    """Return whether a key is one of these names, or is below one that ends with a dot."""
+    """Check whether a key is one of these names, or is below one that ends with a dot."""
     return any(key == name or (name.endswith(".") and key.startswith(name)) for name in names)
 
 
 def _is_unset(value: Any) -> bool:
-    """Return whether a value is -1, which means "not given" in the files of most tools."""
+    """Check whether a value is -1, which means "not given" in the files of most tools."""
     return isinstance(value, int | float) and value == -1
 
 
 def _overlaps(key: str, other: str) -> bool:
-    """Return whether two dotted keys are the same, or one is a section that holds the other."""
+    """Check whether two dotted keys are the same, or one is a section that holds the other."""
     return f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}.")
 
 
