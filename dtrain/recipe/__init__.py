@@ -1,17 +1,17 @@
-"""The recipe: its schema, loading, saving without secrets, sizes. Imports no torch.
+"""Recipes: schema, loading, saving without secrets, and derived sizes. Imports no torch.
 
-schema, rollouts                every key that is no method's own: its type, its default and what it means
-load                            YAML and overrides to a `Recipe`
-sections                        the types of its values: problems, near misses, fixes
-shipped                         the recipes that ship with dtrain, by name
-models                          models whose former recipes are answered, and what is special to them (models.toml)
-saved, secrets                  a `Recipe` to YAML, with secrets redacted; which values are secrets
-world                           the mesh and the batch in a world of N processes; keys whose `auto` a plan decides
-spelling                        hints about mistakes in YAML or in a value (error_hints.toml); other tools' names of
-                                our keys and values, and keys that we lack (key_aliases.toml)
-other_tools                     conversion of other tools' files to recipes, with those tools' defaults
+schema, rollouts    every key that is not a method's own: type, default, range and documentation
+load                reads YAML and overrides, and builds a `Recipe`
+sections            converts a tree of values to typed sections, and reports what does not fit
+shipped             the recipes that ship with dtrain, by name
+models              overrides that general recipes need for some models (models.toml)
+saved, secrets      writes a recipe as YAML, with secrets redacted
+world               the mesh and the batch for N processes, and keys whose `auto` a plan decides
+spelling            hints for mistakes in YAML and in values (error_hints.toml), and other tools' names of keys and
+                    values (key_aliases.toml)
+other_tools         converts other tools' files to recipes
 
-`dtrain.training.setup`, which know the methods, check keys against one another.
+Checks of several keys against one another, and against the model and the data, are in `dtrain.training.setup`.
 """
 
 from dtrain.recipe.load import convert_foreign_recipe, load, load_with_problems

@@ -1,6 +1,6 @@
-"""Sections of recipes that draw completions: how they are drawn, answered by environments and tools, and rewarded.
+"""Sections of methods that sample completions: sampling, servers, environments, tools and rewards.
 
-`dtrain.rl` reads these; a method whose section has more keys derives from `RolloutSection`.
+`dtrain.rl` reads these keys. The section of such a method derives from `RolloutSection` and adds its own keys.
 """
 
 from dataclasses import dataclass, field
@@ -47,9 +47,10 @@ class Reward:
 
     @property
     def options(self) -> dict[str, Any]:
-        """`kwargs`, and the keys above that are given."""
+        """The options of the reward: `kwargs`, and the keys of a judge that are set."""
         judge = {"url": self.url, "model": self.model, "rubric": self.rubric}
-        return {**{key: value for key, value in judge.items() if value is not None}, **self.kwargs}
+        options = {key: value for key, value in judge.items() if value is not None}
+        return {**options, **self.kwargs}
 
 
 @dataclass
@@ -205,5 +206,5 @@ class RolloutSection:
 
     @property
     def has_episodes(self) -> bool:
-        """Return whether an environment or tools answer completions."""
+        """Whether completions are answered by an environment or tools."""
         return self.environment is not None or self.verifiers.name is not None or bool(self.tools)

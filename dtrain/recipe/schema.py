@@ -1,11 +1,12 @@
-"""The recipe's reference page: every key, its type, its default and what it means.
+"""Schema of recipes: every key with its type, default, range and documentation.
 
-A recipe is YAML over these dataclasses; what it leaves out has the default written here. `Recipe` is the root, its
-sections stand here in the order in which a recipe is usually written. The section of a method stands in the method's
-file, what sections share in rollouts.py. The text under a field is its documentation, and a
-`Range` in its type says what its value must be beside that type. `null` turns a thing off where a field's type admits
-None. key_aliases.toml lists what is not there yet. docs/recipe.md shows all of it as a page
-(tools/recipe_reference.py).
+A recipe is YAML over these dataclasses. Keys that it leaves out have the defaults given here. `Recipe` is the root, and
+its sections follow in the order in which a recipe is usually written. The section of a method is defined in the
+method's file, for example `dtrain.methods.dpo`, and the keys that the methods with rollouts share in rollouts.py.
+
+The text below a field is its documentation, from which `tools/recipe_reference.py` makes docs/recipe.md. A `Range` in a
+field's type says what its value must be in addition to the type. `null` in YAML is None here. key_aliases.toml lists
+keys of other tools that dtrain does not have.
 """
 
 import math
@@ -68,7 +69,7 @@ class Run:
 
     @property
     def directory(self) -> Path:
-        """The run's own, of a loaded recipe."""
+        """Directory of the run. Only for a loaded recipe, in which `name` is set."""
         return Path(self.dir) / str(self.name)
 
 
@@ -95,7 +96,7 @@ class Launch:
 
     @property
     def num_processes(self) -> int:
-        """`nproc` as a number: 1 for `auto`, as long as nothing has looked at this machine's devices."""
+        """`nproc` as a number. 1 for `auto`, until this machine's devices have been counted."""
         return self.nproc if isinstance(self.nproc, int) else 1
 
 
@@ -121,7 +122,7 @@ class Model:
 
     @property
     def directory(self) -> Path:
-        """`path`, of a checked recipe."""
+        """`path` as a directory. Only for a checked recipe, in which the id of a model has become its directory."""
         return Path(str(self.path))
 
 
@@ -359,17 +360,17 @@ class Train:
 
     @property
     def num_batch_rows(self) -> int:
-        """`global_batch` as a number, of a recipe whose `auto` has been resolved."""
+        """`global_batch` as a number. Only for a recipe whose `auto` has been resolved."""
         return int(self.global_batch)
 
     @property
     def num_micro_batch_rows(self) -> int:
-        """`micro_batch` as a number, of a recipe whose `auto` has been resolved."""
+        """`micro_batch` as a number. Only for a recipe whose `auto` has been resolved."""
         return int(self.micro_batch)
 
     @property
     def parameter_patterns(self) -> dict[str, list[str]]:
-        """Patterns of parameter names by the key that holds them."""
+        """Patterns of parameter names, by the key that contains them."""
         return {"train.train_only": self.train_only, "train.freeze": self.freeze}
 
 
@@ -468,10 +469,12 @@ class Scheduler:
     """More arguments: those of an import path's class, or `decay_steps` of wsd (default: a fifth of the steps)."""
 
     def num_warmup_steps(self, steps: int) -> int:
-        """Steps of warm-up in a schedule of `steps`."""
+        """Return the number of warm-up steps in a schedule of `steps` steps."""
         if self.warmup_steps is not None:
             return self.warmup_steps
-        return self.warmup if isinstance(self.warmup, int) else int(self.warmup * steps + 1e-9)
+        if isinstance(self.warmup, int):
+            return self.warmup
+        return int(self.warmup * steps + 1e-9)  # 0.29 * 100 is 28.999999999999996, and means 29 steps
 
 
 @dataclass
@@ -620,7 +623,8 @@ class Recipe:
     metrics: Metrics = field(default_factory=Metrics)
     moe: Moe = field(default_factory=Moe)
 
-    method_sections = MappingProxyType[str, type]({})  # no key: the section of each method by the method's name
+    # Not a key: the type of each method's section, by the name of the method.
+    method_sections = MappingProxyType[str, type]({})
 
     @property
     def section(self) -> Any:
@@ -629,28 +633,39 @@ class Recipe:
 
     @property
     def evals(self) -> dict[str, Eval]:
-        """The sets of `eval` by name; one that has none is called eval."""
-        return self.eval if isinstance(self.eval, dict) else {"eval": self.eval} if self.eval else {}
+        """The evaluations by name. A single evaluation has the name "eval"."""
+        if self.eval is None:
+            return {}
+        return self.eval if isinstance(self.eval, dict) else {"eval": self.eval}
 
     @property
     def cache(self) -> Path:
-        """Directory of tokenized sets, and of copies of files from elsewhere."""
+        """Directory for tokenized data, and for copies of remote files."""
         return Path(self.data.cache_dir or Path(self.run.dir) / ".cache")
 
 
 def make_recipe_type(sections: Mapping[str, type], names: Container[Any]) -> Any:
-    """Return the class of recipes for methods with these `sections`: a `Recipe` with those of `names`, and with the
-    first method as the default, which a recipe without a method gets when it is loaded."""
-    choices = tuple(sections)
-    keys: list[Any] = [("method", Literal[choices], field(default=choices[0]))]
-    keys += [(name, sections[name], field(default_factory=sections[name])) for name in choices if name in names]
-    more = {"method_sections": sections, "__doc__": Recipe.__doc__}
-    return make_dataclass("Recipe", keys, bases=(Recipe,), eq=False, namespace=more)
+    """Make the class of recipes for a set of methods.
+
+    The methods' sections are defined above this package, so they are added to `Recipe` at run time. A recipe without a
+    method gets the first one.
+
+    Args:
+        sections: The sections of all methods, by the name of the method.
+        names: Names of the sections that the class has. The others are not imported.
+    """
+    methods = tuple(sections)
+    keys: list[Any] = [("method", Literal[methods], field(default=methods[0]))]
+    for name in methods:
+        if name in names:
+            keys.append((name, sections[name], field(default_factory=sections[name])))
+    namespace = {"method_sections": sections, "__doc__": Recipe.__doc__}
+    return make_dataclass("Recipe", keys, bases=(Recipe,), eq=False, namespace=namespace)
 
 
 OPTIMIZERS = ("adamw", "adam", "sgd", "adafactor", "muon")
-"""`optimizer.name` without a dot. `dtrain.policy.optimizer` has their classes."""
+"""Values of `optimizer.name` that are no import path. `dtrain.policy.optimizer` has their classes."""
 SCHEDULES = ("constant", "cosine", "linear", "wsd")
-"""`scheduler.name` without a dot. `dtrain.optim.update` has their formulas."""
+"""Values of `scheduler.name` that are no import path. `dtrain.optim.update` has their formulas."""
 BEST_METRICS = {"val_loss": min, "loss": min, "val_reward_mean": max}
-"""`checkpoint.keep_best`: the fields of the metrics by which a save can be the best, and which of two values is."""
+"""Metrics for `checkpoint.keep_best`, with the function that returns the better of two values."""

@@ -223,13 +223,24 @@ def find_dtrain_key(key: str, value: Any) -> tuple[str, Any] | None:
         The key and the value, which may still be another tool's name (`find_dtrain_value`). None if key_aliases.toml
         has no key with the same meaning.
     """
-    parts = _key_parts(key)
-    entry = key if key in VALUES_BY_KEY else DTRAIN_KEYS.get(".".join(parts[-2:])) or DTRAIN_KEYS.get(parts[-1]) or ""
-    same = re.fullmatch(r"([a-z_0-9.]+)(=[^\s:,]+)?(?:,.*)?", entry)
-    if not same or value is None or (same[2] and value is not True):
+    if value is None:
         return None
-    return same[1], same[2].removeprefix("=") if same[2] else value
+    parts = _key_parts(key)
+    if key in VALUES_BY_KEY:
+        explanation = key
+    else:
+        explanation = DTRAIN_KEYS.get(".".join(parts[-2:])) or DTRAIN_KEYS.get(parts[-1]) or ""
+    # "optimizer.lr" or "train.compile=true", possibly with a remark after a comma. Other explanations are sentences.
+    match = re.fullmatch(r"([a-z_0-9.]+)(?:=([^\s:,]+))?(?:,.*)?", explanation)
+    if not match:
+        return None
+    dtrain_key, fixed_value = match[1], match[2]
+    if fixed_value is None:
+        return dtrain_key, value
+    # A switch such as `use_peft: true` stands for one value of a dtrain key. If it is off, it stands for nothing.
+    return (dtrain_key, fixed_value) if value is True else None
 
 
 def _key_parts(key: str) -> list[str]:
+    """Return the parts of a key in lower case and with underscores, without a last part `enabled`."""
     return key.lower().replace("-", "_").removesuffix(".enabled").split(".")
