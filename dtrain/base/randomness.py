@@ -68,9 +68,8 @@ def random_uniform(index: "Tensor", key: "int | Tensor") -> "Tensor":
     Returns:
         float64, in the shape of `index`. Never 0 or 1.
     """
-    return (
-        _shift(random_int64(index, key), 11).double() + 0.5
-    ) * 2.0**-53  # 53 bits, and a half so that 0 does not occur
+    # 53 bits, and a half so that 0 does not occur.
+    return (_shift(random_int64(index, key), 11).double() + 0.5) * 2.0**-53
 
 
 def _shift(bits: "Tensor", count: int) -> "Tensor":
