@@ -74,12 +74,13 @@ def recipe_values(recipe: Recipe) -> dict[str, Any]:
     """
     tree = asdict(recipe)
     values = {key.name: tree[key.name] for key in fields(Recipe)}
-    unused = {tuple(re.split(r"[.\[]", key)[:2]) for key in getattr(recipe, "unused_keys", ())}
+    # What to include: ("dpo",) is the whole section of a method, and ("dpo", "beta") one key of it.
+    included: set[tuple[str, ...]] = {(recipe.method,)}
+    included.update(tuple(re.split(r"[.\[]", key)[:2]) for key in getattr(recipe, "unused_keys", ()))
     for name in recipe.method_sections:
         selected = {}
         for key, value in tree.get(name, {}).items():
-            is_unused_section_given = (name,) in unused
-            if name == recipe.method or is_unused_section_given or (name, key) in unused:
+            if (name,) in included or (name, key) in included:
                 selected[key] = value
         if selected:
             values[name] = selected
