@@ -26,7 +26,7 @@ def local_address_towards(host: str, port: int) -> str | None:
         infos.sort(key=lambda info: info[0] != socket.AF_INET)  # IPv4 first
         family, kind, _, _, address = infos[0]
         with socket.socket(family, kind) as probe:
-            probe.connect(address)  # of a datagram socket: only chooses the route
+            probe.connect(address)  # sends nothing: for a datagram socket, it only chooses the route
             return probe.getsockname()[0]
     return None
 
@@ -39,8 +39,8 @@ def choose_listen_address(host: str, port: int) -> str:
         port: Any port.
 
     Returns:
-        The address. ALL_INTERFACES if it is not known: on Debian a host's own name has a loopback address, while other
-        hosts have another address for this name.
+        The address. ALL_INTERFACES if the address that other hosts use is not known. For example, Debian maps a host's
+        own name to a loopback address, while other hosts resolve this name to the address of an interface.
     """
     address = local_address_towards(host, port)
     if address is None:
@@ -73,7 +73,7 @@ def is_loopback(address: str) -> bool:
 
 
 def normalize_address(address: str) -> str:
-    """Return an IPv4 address of an IPv6 socket as IPv4, and an IPv6 address without its zone.
+    """Remove the IPv6 prefix of an IPv4-mapped address, and the zone of an IPv6 address.
 
     Example:
         >>> normalize_address("::ffff:10.0.0.1"), normalize_address("fe80::1%eth0")

@@ -99,7 +99,7 @@ def pad_stream(name: str, values: Tensor, length: int) -> Tensor:
 
 
 def collate(rows: Sequence[Row], streams: Sequence[str] = ROW_STREAMS) -> Batch:
-    """Collate rows of different lengths to a batch.
+    """Collate rows of different lengths to a batch, padded on the right.
 
     Args:
         rows: Dicts of tensors [s, ...], where s is the length of the row. Streams of images are included if the rows
@@ -107,7 +107,13 @@ def collate(rows: Sequence[Row], streams: Sequence[str] = ROW_STREAMS) -> Batch:
         streams: The streams to collate.
 
     Returns:
-        Tensors [len(rows), S, ...], where S is the length of the longest row. [0, 1] without rows.
+        Tensors [len(rows), S, ...], where S is the length of the longest row. Without rows, tensors [0, 1].
+
+    Example:
+        >>> rows = [{"labels": torch.tensor([5, 6]), "input_ids": torch.tensor([4, 5])}]
+        >>> rows.append({"labels": torch.tensor([9]), "input_ids": torch.tensor([8])})
+        >>> collate(rows, ["labels"])["labels"].tolist()
+        [[5, 6], [9, -100]]
     """
     if not rows:
         return {name: torch.empty((0, 1), dtype=STREAMS[name].dtype) for name in streams}
@@ -311,8 +317,8 @@ class DistinctImages(NamedTuple):
     Attributes:
         pixels: Patches of the images one after another, [P, values].
         grids: The size of each image.
-        feature_index: For each image feature of the rows, in their order, its index among the features of the different
-            images, [T] int64.
+        feature_index: For each image token of the rows, in order, the index of its feature in the tower's output for
+            `pixels`, [T] int64.
     """
 
     pixels: Tensor
@@ -356,13 +362,15 @@ class RowImages:
         return RowImages(pixels, grids, keys)
 
     def distinct(self, values: int, tokens: Callable[[Grid], int]) -> DistinctImages:
-        """Return the different images of all rows.
+        """Return each image of the rows once, and for every use of an image the index of its features.
 
-        Several rows may share an image, as the completions of one prompt do. The vision tower computes it once.
+        Several rows may share an image, as the completions of one prompt do. The vision tower then encodes the image
+        once, and the rows gather its features by `feature_index`. For example, two rows that show the same image of 4
+        features have the feature index [0, 1, 2, 3, 0, 1, 2, 3].
 
         Args:
-            values: Values of a patch.
-            tokens: Returns the number of features of an image of a size.
+            values: Number of values in a patch, for the shape of `pixels` if there are no images.
+            tokens: Function from the size of an image to its number of features.
         """
         pixels: list[Tensor] = []
         grids: list[Grid] = []
@@ -371,7 +379,8 @@ class RowImages:
         num_features = 0
         for row, (row_pixels, row_grids) in enumerate(zip(self.pixels, self.grids, strict=True)):
             patches = [frames * height * width for frames, height, width in row_grids]
-            if self.keys is None:  # different numbers, which no other row has
+            # Without keys, count down from -1, so that no image of any row has the same key as another one.
+            if self.keys is None:
                 row_keys = list(range(-1 - len(index), -1 - len(index) - len(row_grids), -1))
             else:
                 row_keys = list(self.keys[row])
@@ -392,5 +401,13 @@ class RowImages:
 
 
 def collate_with_images(rows: Sequence[Mapping[str, Tensor]], streams: Sequence[str] = ROW_STREAMS) -> dict[str, Any]:
-    """Collate rows with `pixels` as `collate` does. The entry `images` of the batch are their `RowImages`."""
+    """Collate rows as `collate` does, and add their images to the batch.
+
+    Args:
+        rows: Rows as for `collate`, which also have `pixels`, `grids` and `image_keys`.
+        streams: The streams to collate.
+
+    Returns:
+        The batch of `collate`, with an additional entry `images`, a `RowImages`.
+    """
     return {**collate(rows, streams), "images": RowImages.from_rows(rows)}

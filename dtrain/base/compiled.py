@@ -16,8 +16,8 @@ from torch.utils._triton import has_triton
 
 from dtrain.base.hardware import C_COMPILERS
 
-# Maximum number of graphs of one function. There is one for each combination of dtypes, of one row or several, and of
-# with or without gradients. torch's own limit of 8 is too low for that.
+# Maximum number of graphs of one function. torch compiles one graph for each combination of dtypes, number of rows (one
+# or several) and gradient mode (with or without). torch's own limit of 8 graphs is too low for that.
 MAX_GRAPHS = 32
 
 
@@ -38,8 +38,8 @@ def missing_compiler_reason(device_type: str) -> str | None:
 class CompiledFunction:
     """A function of tensors that is compiled at its first call.
 
-    If the compilation fails, or torch has compiled the function MAX_GRAPHS times, it warns once and runs the function
-    uncompiled from then on.
+    If the compilation fails, or if torch has compiled the function MAX_GRAPHS times, one warning is printed, and all
+    later calls run the function uncompiled.
 
     Attributes:
         function: The function as it is written.

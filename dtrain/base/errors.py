@@ -88,7 +88,7 @@ class Problem:
         key: The dotted key that the problem is about, such as "parallel.tp". Empty if it is about no key.
         text: What is wrong, with the value, without a full stop at the end.
         fix: What to set, as a sentence without a full stop at the end. Empty if `text` says it already.
-        is_missing: Whether the recipe lacks a value. Such a problem is dropped if the value was given and refused.
+        is_missing: Whether the problem is a missing value. `merge_problems` drops it if the value was set but refused.
         other_keys: Keys that would do instead of `key`, such as "train.epochs" for "train.steps".
 
     Example:
@@ -136,7 +136,12 @@ def problems_of_error(key: str, error: OSError | UserError) -> list[Problem]:
 
 
 def problems_in(key: str, check: Callable[[], Iterable[Problem]]) -> list[Problem]:
-    """Return the problems that `check` finds in the part of a recipe at `key`; an error that it raises is one."""
+    """Run a check and return its problems. A UserError or OSError that it raises becomes a problem too.
+
+    Args:
+        key: The recipe's key that a raised error is about.
+        check: Returns the problems that it finds.
+    """
     try:
         return list(check())
     except UserError as error:
@@ -147,14 +152,18 @@ def problems_in(key: str, check: Callable[[], Iterable[Problem]]) -> list[Proble
 
 
 def merge_problems(refused: Iterable[Problem], found: Iterable[Problem]) -> list[Problem]:
-    """Join the problems of a recipe's text with those of the recipe that is left without the refused values.
+    """Join the problems of parsing a recipe with the problems of checking the parsed recipe.
 
-    A refused value is absent from the rest of the recipe, so checks find it missing: this is no second problem. For
-    example, `data.train.path: [1]` is refused, and then `data.train.path` is missing.
+    A value that the parser refuses is left out of the parsed recipe, so later checks report it as missing. This second
+    report is dropped. For example, `data.train.path: [1]` is refused because it is no text, and the check that reports
+    a missing `data.train.path` is dropped.
 
     Args:
-        refused: Problems of the text.
-        found: Problems of the recipe that was read from it.
+        refused: Problems of parsing, each with the key of the refused value.
+        found: Problems of checking the parsed recipe.
+
+    Returns:
+        All problems of both, each once, without missing values that were refused.
     """
     refused = list(refused)
     refused_keys = [problem.key for problem in refused]

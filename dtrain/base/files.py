@@ -97,7 +97,7 @@ def write_synced(path: Path, text: str) -> FileRecord:
 
 
 def atomic_write_text(path: Path, text: str) -> None:
-    """Replace the content of a file by a text in one step: a reader, or a kill, finds the old file or the new one."""
+    """Replace the content of a file in one step. Readers, and a process that is killed, never see a part of it."""
     atomic_write_bytes(path, text.encode())
 
 

@@ -59,15 +59,20 @@ class Fused:
 
 
 def uniform_iterations(items: Sequence[Any], tensor: Tensor) -> Iterable[Any]:
-    """Mark a loop over `items` as one whose iterations are alike, and return the items to loop over.
+    """Mark a loop over `items` as a loop of equal iterations, and return the items to loop over.
 
-    Every iteration computes the same with tensors of the same sizes, except that the last one may have smaller ones.
-    All memory that the loop keeps is allocated in the first iteration. A `__torch_function__` mode may return fewer
-    items: `dtrain plan` executes three iterations and derives the others from these.
+    Every iteration must run the same operations on tensors of the same sizes. Only the last iteration may have smaller
+    tensors. Memory that outlives an iteration must be allocated in the first one. In `dtrain plan`, a
+    `__torch_function__` mode returns only three of the items, and the costs of the other iterations are derived from
+    these.
 
     Args:
         items: The items of the loop.
-        tensor: Any tensor of the loop. The modes that see it see this call.
+        tensor: Any tensor of the loop. A `__torch_function__` mode that intercepts operations on this tensor also
+            intercepts this call.
+
+    Returns:
+        `items`, or the items that the mode returns.
     """
     if has_torch_function_unary(tensor):
         return handle_torch_function(uniform_iterations, (tensor,), items, tensor)

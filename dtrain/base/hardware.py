@@ -53,7 +53,7 @@ def choose_device_type(setting: str, requested: str, environ: Mapping[str, str] 
         >>> choose_device_type("--device", "cpu")
         'cpu'
     """
-    import torch  # measured: `import dtrain` is fast because only what computes loads torch
+    import torch  # inside the function, because importing torch would dominate the time of `import dtrain`
 
     if requested not in ("auto", *DEVICE_TYPES):
         raise UserError(f"{setting}={requested} is unknown. Use auto, cpu or cuda.")
@@ -133,7 +133,8 @@ def free_device_memory(device: "torch.device", ranks: int = 1) -> int:
 
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        # The allocator reserves memory that no tensor uses; it is not free for CUDA, but for us.
+        # Memory that PyTorch's caching allocator has reserved and that no tensor uses is not free for CUDA, but new
+        # tensors of this process can use it.
         reusable = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int((free + reusable) * FREE_MEMORY_FRACTION)
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4 // ranks

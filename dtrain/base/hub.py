@@ -48,8 +48,8 @@ _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 def is_model_id(path: str) -> bool:
     """Check whether a path is the id of a model on the hub, `owner/name`.
 
-    An existing directory is no id. Neither is a path in a directory that contains runs: `runs/typo` is then a mistyped
-    run.
+    An existing path is no id. A path in a directory that contains runs is no id either: `runs/typo` is then a mistyped
+    name of a run.
     """
     if _ID.fullmatch(path) is None or Path(path).exists():
         return False
@@ -116,8 +116,8 @@ def cached_model_directory(name: str, *, weights: bool = True) -> Path | None:
 def missing_files(name: str, *, weights: bool = True) -> list[str]:
     """Return the files that an interrupted download of model `name` did not reach. No network.
 
-    They follow from the hub's listing, which huggingface_hub stores next to a snapshot, or from the index of the
-    weights. Only files that are needed to read the model are returned.
+    A file is missing if the hub's listing of the repository, which huggingface_hub caches, or the index of the weights
+    names the file and the snapshot lacks it. Only files that are needed to read the model are returned.
 
     Args:
         name: The model's id.
@@ -157,7 +157,7 @@ def incomplete_download_message(name: str, missing: Sequence[str], command: str)
 
 
 def cached_listing(name: str, kind: str, commit: str) -> list[str]:
-    """Return every path of a repository at `commit`, as huggingface_hub caches them; [] if it has no listing.
+    """Return the cached listing of a repository: all of its paths at `commit`. [] if the listing is not cached.
 
     Args:
         name: The repository's id.

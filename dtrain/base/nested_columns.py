@@ -20,10 +20,14 @@ def has_column(row: Mapping[str, Any], name: str) -> bool:
 
 
 def get_column(row: Mapping[str, Any], name: str) -> Any:
-    """Return the value of the column `name`. Raises KeyError if the row has none.
+    """Return the value of a column, at the row's top level or in an object.
 
-    >>> get_column({"reward_model": {"ground_truth": "4"}}, "reward_model.ground_truth")
-    '4'
+    Raises:
+        KeyError: If the row has no such column.
+
+    Example:
+        >>> get_column({"reward_model": {"ground_truth": "4"}}, "reward_model.ground_truth")
+        '4'
     """
     if name in row:
         return row[name]
@@ -38,8 +42,9 @@ def get_column(row: Mapping[str, Any], name: str) -> Any:
 def column_names(row: Mapping[str, Any]) -> list[str]:
     """Return the names of all columns of `row`. The name of an object is followed by the names of the values in it.
 
-    >>> column_names({"level": 1, "reward_model": {"ground_truth": "4"}})
-    ['level', 'reward_model', 'reward_model.ground_truth']
+    Example:
+        >>> column_names({"level": 1, "reward_model": {"ground_truth": "4"}})
+        ['level', 'reward_model', 'reward_model.ground_truth']
     """
     return list(_names(row, ""))
 
@@ -56,8 +61,9 @@ def example_row(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
     Objects are merged.
 
-    >>> example_row([{"level": None, "meta": {"a": 1}}, {"level": 2, "meta": {"b": 3}}])
-    {'level': 2, 'meta': {'a': 1, 'b': 3}}
+    Example:
+        >>> example_row([{"level": None, "meta": {"a": 1}}, {"level": 2, "meta": {"b": 3}}])
+        {'level': 2, 'meta': {'a': 1, 'b': 3}}
     """
     example: dict[str, Any] = {}
     for row in rows:

@@ -38,7 +38,7 @@ def stop_signals_handled_by(handle: Callable[[int, FrameType | None], None]) -> 
 def exit_without_saving(signum: int, frame: FrameType | None) -> None:
     """Signal handler for the time before the first step: print a message, and exit with the signal's status.
 
-    It does not raise an exception, because torch aborts if one is raised while it is imported.
+    The handler does not raise an exception, because torch aborts if an exception is raised while torch is imported.
     """
     os.write(2, f"dtrain: {STOPPED_AT_START}\n".encode())
     os._exit(128 + signum)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
 
 Range = tuple[Callable[[Any], bool], str]
-"""A check of a value that is not None, and a phrase that says what it must be, in the words of a recipe."""
+"""A check of a value that is not None, and a phrase for messages that describes the allowed values."""
 
 MAX_REWARD = 1e30  # in magnitude. Sums of many rewards, and of their squares, stay far below the largest float.
 # Magnitudes of an option that is not 0. float32 can represent the option and its square.
@@ -117,14 +117,17 @@ def find_out_of_range(section: Any, prefix: str = "") -> list[OutOfRange]:
 
 
 def closest_name(word: str, known: Collection[str]) -> str | None:
-    """Return the name that a word is a typo of. None if there is none.
+    """Return the known name that a mistyped word probably means.
 
-    Case, - and _ are ignored. A word that is no typo, but the beginning or a part of exactly one name, stands for that
-    name.
+    Case, - and _ are ignored. A similar spelling is tried first. If no name is similar, a word that begins exactly one
+    name, or is one of its parts between underscores, means this name.
 
     Args:
-        word: The word.
-        known: The names.
+        word: The word, of which the first 64 characters are compared.
+        known: The known names.
+
+    Returns:
+        The name. None if no name is similar, or if the word is a part of several names.
 
     Example:
         >>> closest_name("leraning_rate", ["learning_rate", "warmup_steps"])

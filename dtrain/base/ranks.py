@@ -174,6 +174,9 @@ def _attempt(act: Callable[[], T]) -> Outcome:
 def file_digests(files: Sequence[Path], mismatch: str | None = None, ranks: Ranks | None = None) -> list[str]:
     """Return the digest of the content of each file, as this rank sees it.
 
+    Ranks that see the same files (same machine, device and inode) divide the chunks among themselves. The module's
+    docstring has an example.
+
     Args:
         files: The files.
         mismatch: The message if machines have files of different content. None: differences are allowed.
@@ -249,13 +252,13 @@ def _chunk_digest(file: Path, chunk: int) -> str:
 def balance_by_cost(costs: Sequence[float], places: int, max_items: int | None = None) -> list[list[int]]:
     """Distribute items over places so that the places have about the same cost.
 
-    The most expensive item comes first, and each item goes to the place with the lowest cost so far. The largest cost
-    of a place is at most 4/3 of the best possible one.
+    The items are assigned in the order of their costs, the most expensive item first, each to the place with the lowest
+    total cost so far. Without `max_items`, the largest total cost of a place is at most 4/3 of the best possible one.
 
     Args:
         costs: Cost of each item.
         places: Number of places, such as ranks.
-        max_items: Maximum number of items of a place. None: any number.
+        max_items: Maximum number of items of a place. All places together must have room for all items. None: no limit.
 
     Returns:
         The indices of each place's items, in ascending order.

@@ -66,14 +66,27 @@ def smallest_kept_value(values: Tensor, probabilities: Tensor, share: Tensor) ->
 def _find_next_bits(
     rank: Tensor, shift: Tensor, values: Tensor, probabilities: Tensor, share: Tensor, is_small: bool
 ) -> Tensor:
-    """Return `rank` [n, 1] with the next bits of the threshold's rank.
+    """Find the next bits of the threshold's rank.
 
-    The first of them is bit `shift`, a scalar tensor on the host: torch.compile would compile once more for each
-    number.
+    For example, with 2 bits per pass and rank = 0b10_00, the trials are the floats with the ranks 0b10_01, 0b10_10 and
+    0b10_11. If the first two of them have enough mass, the next bits are 0b10, since the masses fall from trial to
+    trial.
+
+    Args:
+        rank: The bits that are known, with zeros below them, [n, 1] int64.
+        shift: Position of the lowest of the next bits. A scalar tensor on the host, because torch.compile would compile
+            the function again for each Python number.
+        values: As in `smallest_kept_value`, [n, V].
+        probabilities: As in `smallest_kept_value`, [n, V].
+        share: As in `smallest_kept_value`, [n, 1].
+        is_small: Whether a pass finds 4 bits instead of 2.
+
+    Returns:
+        `rank` with the next bits set, [n, 1].
     """
     num_bits = _BITS_PER_PASS_SMALL if is_small else _BITS_PER_PASS
     digits = torch.arange(1, 2**num_bits, device=values.device)  # [trials]
-    # Ranks below that of -inf belong to NaNs, which compare as neither larger nor smaller. -inf stands in for them.
+    # The ranks below that of -inf belong to NaNs, and comparisons with NaN are always false. Use -inf instead of them.
     lowest = -1 - _INFINITY_BITS[values.dtype]
     trials = _float_at_rank(rank | (digits << shift), values.dtype, lowest)  # [n, trials], ascending
     masses = [
@@ -91,7 +104,11 @@ def _float_at_rank(rank: Tensor, dtype: torch.dtype, lowest: int | None = None) 
     Args:
         rank: int64, from 0 on.
         dtype: The floating dtype.
-        lowest: Bits of the smallest float to return, as a signed integer after the ranks' offset. None: no limit.
+        lowest: Lower limit of the signed order (the rank minus half of the number of floats, so that +0.0 is 0).
+            For example, -1 - _INFINITY_BITS[dtype] is -inf. None: no limit.
+
+    Returns:
+        Floats in the shape of `rank`.
     """
     integer_type = _INTEGER_TYPES[dtype]
     offset = torch.iinfo(integer_type).min

@@ -24,10 +24,10 @@ def in_backward() -> bool:
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Check whether a tensor has values that can be read, and not only a shape.
+    """Check whether a tensor has values that can be read. Meta tensors and fake tensors only have a shape.
 
-    Meta tensors and fake tensors have none. Code that reads values to choose its work, for example which keys a run of
-    queries sees, takes the general way for them.
+    Code that would read values to skip work, for example to find the keys that a block of queries attends to, must use
+    its general path for tensors without values.
     """
     return not tensor.is_meta and not isinstance(tensor, FakeTensor)
 
@@ -62,12 +62,15 @@ def deterministic_algorithms(environ: MutableMapping[str, str]) -> Iterator[None
 def cumsum(values: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Return the cumulative sums over the last dimension. Differentiable.
 
-    As `torch.cumsum`, whose kernel on CUDA adds in no fixed order. Under deterministic algorithms `prefix_sums` is used
-    there.
+    Same as `torch.cumsum`, except under deterministic algorithms on CUDA. torch's CUDA kernel adds in no fixed order,
+    so `prefix_sums` is used instead in that case.
 
     Args:
         values: Floats, [..., n].
         dtype: Data type of the sums. None: that of `values`.
+
+    Returns:
+        The sums, [..., n].
     """
     if not values.is_cuda or not torch.are_deterministic_algorithms_enabled():
         return values.cumsum(-1, dtype=dtype)

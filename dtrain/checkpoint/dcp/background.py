@@ -104,7 +104,8 @@ class Saver:
             UserError: For the failure of this save, or of the save in flight before it.
 
         Collectives:
-            Those of `CheckpointStore.save`, on this thread or on the save thread.
+            Those of `CheckpointStore.save`, and one broadcast of an object after the steps were deleted, on this thread
+            or on the save thread.
         """
         self.finish()
         if wait or not self.background:

@@ -1,4 +1,4 @@
-"""Retention of a run's saves, the end of a run without progress, and the disk space that saves need.
+"""Retention of a run's saves, early stopping, and the disk space that saves need.
 
 `Retention` decides which saves are kept. `Patience` ends a run whose metric has not improved for too long. The disk
 space is the size of one save times the number of saves that exist at the same time.
@@ -22,9 +22,9 @@ class Retention:
     """Rules for keeping saves. A save is kept if at least one of them selects it.
 
     Attributes:
-        keep_last: Keep the newest saves, this many. None keeps all saves, whatever the other rules say.
-        keep_every: Keep the steps that are a multiple of this.
-        keep_best: Keep the step with the best value of this field of the metrics.
+        keep_last: Number of newest saves to keep. None keeps all saves, and the other rules have no effect.
+        keep_every: Keep the steps that are multiples of this number. None: no such rule.
+        keep_best: Name of a field of the metrics. The step with its best value is kept. None: no such rule.
         better: `min` if lower values of `keep_best` are better, `max` if higher values are.
     """
 
@@ -172,7 +172,7 @@ def planned_saves_line(size: int, keep: Checkpoint, steps: int | None, directory
     """Return a line about the saves that a run will write, and the free space in their directory.
 
     Args:
-        size: Bytes of one save, about.
+        size: Approximate size of one save, in bytes.
         keep: The recipe's section `checkpoint`, whose `every` is not null.
         steps: Steps of the run. None if they are not known.
         directory: The directory of the saves, which need not exist yet.

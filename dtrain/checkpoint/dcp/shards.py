@@ -60,8 +60,8 @@ _VERSION = 1
 class TensorShard(Tensor):
     """This rank's part of a tensor, for DCP.
 
-    It is a subclass of Tensor because DCP's planners ignore all other objects on ranks other than 0. They call the
-    methods with double underscores to find out what to write and read.
+    This class is a subclass of Tensor, because on ranks other than 0 DCP's planners skip objects that are not tensors.
+    The planners call the methods with double underscores to find out which chunks to write and read.
 
     Attributes:
         local: This rank's part as a plain tensor. It shares storage with the original tensor.
@@ -204,7 +204,7 @@ class ShardWriter(FileSystemWriter):
 
 
 class ShardReader(FileSystemReader):
-    """DCP's reader, which takes its metadata from a table instead of a pickle.
+    """DCP's reader, with metadata from a JSON table instead of a pickle.
 
     Args:
         directory: Directory of the files.
@@ -293,8 +293,8 @@ def read_table(path: Path, text: bytes) -> TensorTable:
         text: Its JSON text.
 
     Raises:
-        UserError: For a table that no save can have written: with a hole or an overlap between chunks, a chunk out of
-            bounds, a file outside of the checkpoint, or an unknown dtype.
+        UserError: For a table that no save can have written: with two chunks at the same offsets, chunks whose sizes do
+            not add up to the tensor's, a chunk out of bounds, a file outside of the checkpoint, or an unknown dtype.
     """
     table = TensorTable({}, {})
     try:
@@ -330,7 +330,7 @@ def _read_entry(entry: dict, name: str, locations: dict[MetadataIndex, ChunkLoca
             raise ValueError(f"{name}: two chunks at {list(offsets)}")
         locations[index] = ChunkLocation(chunk["file"], start, length)
         chunks.append(ChunkStorageMetadata(offsets=offsets, sizes=sizes))
-    # The chunks of a save never overlap, so the right volume leaves no hole.
+    # The chunks that a save writes never overlap, so chunks with the volume of the tensor cover all of it.
     if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(size):
         raise ValueError(f"{name}: its chunks do not cover {list(size)}")
     return TensorStorageMetadata(properties=TensorProperties(dtype=dtype), size=size, chunks=chunks)

@@ -30,10 +30,11 @@ How a run resumes on four ranks:
 `load` first compares every file with its checksum, then names, shapes and dtypes with those of the run. Only if
 everything fits, it changes a tensor.
 
-A run may begin from a step of another run (`Origin`). The step is chosen once, and identified by its content.
-`began.json` in the run's directory and the state of each of its saves contain one record for `checkpoint.resume` and
-one for `checkpoint.init_from`. If the other run trains on, its path would mean a later step, but the record still means
-the first one.
+A run may begin from a step of another run. The step is chosen once, when the run starts, and recorded as an `Origin`
+with a digest of its tensors. A restarted run reads this record, from `began.json` in its directory or from the state of
+its newest save, and does not choose again. For example, a run with `checkpoint.init_from=runs/base` began from step 100
+of runs/base. If runs/base has since reached step 200, its path now means step 200, but the restarted run still uses
+step 100. There is one record for `checkpoint.resume`, and one for `checkpoint.init_from`.
 """
 
 import json
@@ -343,9 +344,17 @@ class CheckpointStore:
         return self.read_state(step)
 
     def check_fit(self, step: int, tensors: Mapping[str, Tensor], cast: Collection[str]) -> None:
-        """Raise UserError if `load` with `allow_extra` would, for names, shapes and dtypes. No collective.
+        """Check that names, shapes and dtypes of tensors fit a step, as `load` with `allow_extra` does. No collective.
 
-        No tensor is read, so `tensors` may be on the meta device. Arguments are those of `load`.
+        No tensor is read, so `tensors` may be on the meta device.
+
+        Args:
+            step: Number of the step.
+            tensors: As in `load`.
+            cast: As in `load`.
+
+        Raises:
+            UserError: If a tensor is missing in the step, or has another shape or dtype there.
         """
         self._matching_shards(step, self._table(step), tensors, True, cast)
 
@@ -554,7 +563,8 @@ class CheckpointStore:
             if self.ranks.distributed:
                 function(shards, process_group=self.ranks.group, **kwargs)
             else:
-                # This filter is one for all threads. A save in a thread has ranks, and does not come here.
+                # `catch_warnings` changes the filters of all threads. Saves in background threads are always
+                # distributed, so this branch runs only in the main thread.
                 with warnings.catch_warnings():
                     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
                     function(shards, no_dist=True, **kwargs)
@@ -642,10 +652,10 @@ class Origin:
     """The step of another run from which a run began.
 
     Attributes:
-        path: Directory of the step at that time, for messages, and to look there if no other path is known.
-        step: Its number.
-        identity: Digest of its tensors (`CheckpointStore.identity`).
-        save: Mark of the save, "RUN-SAVE"; None for steps of early versions.
+        path: Absolute path of the step's directory when the run began.
+        step: Number of the step.
+        identity: Digest of the step's tensors (`CheckpointStore.identity`).
+        save: Mark of the save: the id of the run, a dash and random digits. None for steps of early versions.
     """
 
     path: str
@@ -673,10 +683,17 @@ class Origin:
         )
 
     def find_store(self, path: str | Path, ranks: Ranks) -> CheckpointStore | None:
-        """Return the store that a user means by `path`, if it has this very step; None otherwise.
+        """Return the store at a path if it still has the recorded step, with unchanged tensors.
+
+        Args:
+            path: As in `locate_step`.
+            ranks: The ranks of the store.
+
+        Returns:
+            The store. None if the path has no complete step, or not the recorded one.
 
         Collectives:
-            Two broadcasts of objects over `ranks`.
+            One or two broadcasts of objects over `ranks`.
         """
         try:
             store, _ = locate_step(path, ranks)
@@ -692,10 +709,17 @@ class Origin:
         return store if is_same else None
 
     def was_at(self, path: str | Path, ranks: Ranks) -> bool:
-        """Check whether this step was at `path` and is gone: its run trained on there, or nothing is left.
+        """Check whether the recorded step was once at a path where `find_store` does not find it any more.
+
+        This is so if the path has later steps of the same run (the step was deleted while the run trained on), or if it
+        was the path of the step and nothing is left there.
+
+        Args:
+            path: As in `locate_step`.
+            ranks: The ranks of the store.
 
         Collectives:
-            Up to two broadcasts of objects over `ranks`.
+            One or two broadcasts of objects over `ranks`.
         """
         directory = Path(path).absolute()
         try:
@@ -733,9 +757,10 @@ class Origin:
 
 
 def run_id_of_save(save: str) -> str:
-    """Return the mark of the run from the mark of one of its saves.
+    """Return the id of a run from the mark of one of its saves.
 
-    >>> run_id_of_save("1f2e3d4c-7")
-    '1f2e3d4c'
+    Example:
+        >>> run_id_of_save("1f2e3d4c-7")
+        '1f2e3d4c'
     """
     return save.split("-")[0]

@@ -288,10 +288,21 @@ def _name(names: dict[int, str], parameter: Tensor) -> str:
 
 
 def _sharded_state(value: Tensor, parameter: Tensor, name: str, key: str, optimizer: Optimizer) -> Tensor:
-    """Return a tensor of the optimizer's state in a form of which the global position is known.
+    """Return a tensor of the optimizer's state as a DTensor, `TensorShard` or full tensor.
 
-    torch's optimizers have DTensors for DTensors. dtrain's own ones, and those that a user imports, may have plain
-    tensors for the local shard of a parameter.
+    These three forms determine which part of the full tensor a rank has. The state of torch's optimizers for a DTensor
+    consists of DTensors, and needs no change. dtrain's own optimizers, and imported ones, may have plain tensors for
+    the local shard of a parameter.
+
+    Args:
+        value: The tensor of the state.
+        parameter: The parameter that it belongs to.
+        name: Name of the parameter.
+        key: Key of the tensor in the parameter's state, such as "exp_avg".
+        optimizer: The optimizer.
+
+    Raises:
+        UserError: If it is unknown which part of the full tensor `value` is.
     """
     if isinstance(value, DTensor):
         if any(placement.is_partial() for placement in value.placements):
@@ -355,9 +366,13 @@ def _as_json(value: Any) -> Any:
 
 
 def _like(built: Any, saved: Any) -> Any:
-    """Return a saved value in the form of the value that the optimizer was built with.
+    """Convert a saved option to the type of the new optimizer's option. JSON has no tensors and no tuples.
 
-    A tensor is filled in place, because a captured CUDA graph reads this very tensor. JSON has no tuples.
+    A tensor is filled in place, because a captured CUDA graph reads from this tensor's memory.
+
+    Args:
+        built: The option of the new optimizer.
+        saved: The saved option.
     """
     if isinstance(built, Tensor):
         return built.fill_(saved)

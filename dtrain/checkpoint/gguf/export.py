@@ -47,8 +47,8 @@ def export_gguf(
 ) -> str:
     """Write one GGUF file. It appears when it is complete.
 
-    Of a multimodal model, only the text part is written. An adapter by itself is for a file of its base: llama.cpp's
-    option --lora. One tensor is in memory at a time. No process group is needed or used.
+    Only the text part of a multimodal model is written. An adapter is written without its base, for llama.cpp's option
+    --lora next to a file of the base. One tensor is in memory at a time. No process group is needed or used.
 
     Args:
         source: As in `huggingface.export.export`.
@@ -273,9 +273,12 @@ def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _gguf_names(model: CausalLM, arch: str) -> dict[str, tuple[str, str]]:
-    """Return two names for each tensor of the text part, by the names that it may have in files.
+    """Map the possible names of each tensor of the text part in safetensors files to two other names.
 
-    The first is its name in the files of a text model, the second its name in a GGUF file.
+    Returns:
+        By each possible name: the tensor's name in the files of a text-only model, and its name in a GGUF file. For
+        example, the key `language_model.model.norm.weight` of a multimodal model has the value
+        ("model.norm.weight", "output_norm.weight").
     """
     known = tensor_aliases(model)
     shapes = {

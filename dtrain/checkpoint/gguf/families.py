@@ -6,7 +6,7 @@ Two differences are undone when tensors are written (`to_llama_cpp`):
   the two halves (0 and d/2, ...). So the rows of q and k are reordered.
 - llama.cpp's Gemma 3 multiplies by a norm's weight, and Hugging Face's by 1 + the weight.
 
-Models with other differences are refused. The facts are those of llama.cpp's graphs (src/models).
+Models with other differences are refused. The differences were found by reading llama.cpp's graphs (src/models).
 """
 
 import math
@@ -50,7 +50,8 @@ def architecture_of(config: ModelConfig) -> str:
     """Return llama.cpp's name for a model's architecture.
 
     Raises:
-        UserError: If no GGUF file is written for it. One error that lists all differences to llama.cpp.
+        UserError: If dtrain writes no GGUF files for this architecture, or llama.cpp computes the model differently.
+            One error lists all differences.
     """
     arch = ARCHITECTURES.get(config.architecture)
     if arch is None:

@@ -240,10 +240,12 @@ def _adds_space(written: Mapping[str, Any]) -> bool:
 
 
 def _scores(tokens: Sequence[str], pairs: Sequence[tuple[str, ...]], added: set[str]) -> list[float]:
-    """Return a score for each token, by which llama.cpp merges the pair of the lowest rank first.
+    """Return a score for each token with which llama.cpp applies merges in the order of tokenizer.json.
 
-    tokenizer.json ranks pairs, and llama.cpp scores the merged text. For example, merges "a b" (rank 0) and "ab c"
-    (rank 1) give "ab" the score 0 and "abc" the score -1.
+    tokenizer.json ranks pairs, and merges the pair with the lowest rank first. llama.cpp scores merged texts, and forms
+    the text with the highest score first. So the score of a text is minus the rank of its merge. For example, the
+    merges "a b" (rank 0) and "ab c" (rank 1) give "ab" the score 0 and "abc" the score -1. Tokens that no merge forms
+    have the lowest score.
 
     Args:
         tokens: All tokens.
@@ -251,8 +253,8 @@ def _scores(tokens: Sequence[str], pairs: Sequence[tuple[str, ...]], added: set[
         added: Added tokens, which are not merged.
 
     Raises:
-        UserError: If no scores are equivalent: the pairs of a token do not follow one another in rank, or a token can
-            be split into two tokens that are not a pair.
+        UserError: If scores cannot express the ranks. This is so if the pairs that form a token do not have
+            consecutive ranks, or if two tokens together are the text of a third one, but no merge joins them.
     """
     ranks: dict[str, int] = {}
     previous = None

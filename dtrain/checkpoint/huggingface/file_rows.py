@@ -2,13 +2,13 @@
 
 Most are the same. There are three exceptions, and only reading and writing need to know about them:
 
-- Files may join what a model has as separate modules. Phi-3's `qkv_proj.weight` [96, 64] contains the rows of q_proj
-  (0 to 31), k_proj (32 to 63) and v_proj (64 to 95). So tensor parallel can shard plain matrices.
-  `ModelConfig.fused_modules` lists which modules files join. Their biases, 4-bit codes and adapters are joined in the
-  same way.
-- A model stacks the experts of a layer to one tensor [E, out, in]. Files may have one matrix [out, in] per expert, as
-  Mixtral's do, or stacks in which gate and up projection are joined along `out`: one after the other, or alternating
-  row by row (gpt-oss, which also transposes every matrix).
+- Files may join the weights of several modules of the model. Phi-3's `qkv_proj.weight` [96, 64] contains the rows of
+  q_proj (0 to 31), k_proj (32 to 63) and v_proj (64 to 95). The model has separate modules, because tensor parallelism
+  shards each of the three matrices by itself. `ModelConfig.fused_modules` lists the modules that files join. Their
+  biases, 4-bit codes and adapters are joined in the same way.
+- The model stacks the experts of a layer to one tensor [E, out, in]. Files may have one matrix [out, in] per expert, as
+  Mixtral's do. Or they have stacks in which gate and up projection are joined along `out`: one after the other, or
+  alternating row by row (gpt-oss, which also transposes every matrix).
 - Adapters of such stacks are matrices in PEFT's files (`ExpertAdapterRows`).
 
 `fused_weights` lists the tensors of the files that a model's tensors belong to. `locate_parts` then returns where each
@@ -43,8 +43,8 @@ class FileRows:
         name: The tensor of the files.
         start: First row of the model's tensor in it.
         count: Number of rows. None: all of the file's tensor.
-        expert_names: The tensors of the files that have one matrix each of the model's stack [E, out, in]. Empty unless
-            the files store experts one by one.
+        expert_names: For files that store experts one by one: the tensors of the files, one for each matrix of the
+            model's stack [E, out, in]. Empty otherwise.
         dim: The dimension that `start`, `count` and `step` refer to, in the model's layout.
         step: 2 means every second row.
         is_transposed: Whether the file's matrices are the transposed ones of the model.
@@ -60,7 +60,7 @@ class FileRows:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The tensors of the files that have a part of it."""
+        """Names of all tensors of the files that contain a part of the model's tensor."""
         return self.expert_names or (self.name,)
 
     def slices(self, local: tuple[slice, ...]) -> tuple[slice, ...]:
@@ -249,8 +249,8 @@ def fused_weights(model: Any, names: Iterable[str], stored: Iterable[str] = ()) 
     Args:
         model: The model, or its ModelConfig. Any other module has no joined tensors.
         names: Names of the model's tensors.
-        stored: Names in the files. Whether they store experts one by one or as stacks is decided by these names.
-            Without them, it is the form that dtrain writes for this family.
+        stored: Names in existing files, which show whether the files store experts one by one or as stacks. If no name
+            shows this, experts have the form in which dtrain writes them for this family.
     """
     config = model if isinstance(model, ModelConfig) else getattr(model, "config", None)
     if not isinstance(config, ModelConfig):

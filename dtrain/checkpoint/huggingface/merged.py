@@ -209,7 +209,10 @@ def _gather_as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def gather_full_tensor(tensor: Tensor) -> Tensor:
-    """Return the full tensor, [any shape].
+    """Return the full tensor of a DTensor as a plain tensor. Plain tensors are returned as they are.
+
+    Args:
+        tensor: Tensor of any shape.
 
     Collectives:
         One all-gather for each mesh dimension that shards the tensor.
@@ -217,7 +220,8 @@ def gather_full_tensor(tensor: Tensor) -> Tensor:
     tensor = to_parameter_device(tensor)
     if not isinstance(tensor, DTensor):
         return tensor
-    # One after another, FSDP's first, which cut last: torch warns of several in one call.
+    # Gather one mesh dimension at a time, in the order of the mesh (FSDP before TP): torch warns if one call changes
+    # several placements.
     for dim, placement in enumerate(tensor.placements):
         if not isinstance(placement, Replicate):
             placements = list(tensor.placements)
@@ -230,12 +234,12 @@ def gather_full_tensor(tensor: Tensor) -> Tensor:
 def merge_adapter(
     weight: Tensor, a: Tensor, b: Tensor, scale: float, magnitude: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """Compute W + s·B·A, as PEFT does, and round it once.
+    """Compute W + s·B·A, as PEFT does, and round the result once.
 
-    With DoRA each row of this is scaled to the norm m.
+    With DoRA, each row of W + s·B·A is scaled to the norm m.
 
     Args:
-        weight: W, [.., out, in].
+        weight: W, [.., out, in]; [out, in] with DoRA.
         a: A, [.., r, in].
         b: B, [.., out, r].
         scale: s.
@@ -343,8 +347,8 @@ class BaseWeights:
         model: The model on meta, without adapters.
         files: The files.
         dtype: Dtype in which the run stored them. None: that of the files.
-        in_4_bits: Whether the run rounded linear layers to 4 bits. If the files are in 4 bits, it is so anyway.
-        whole: Names of layers that were not rounded.
+        in_4_bits: Whether the run rounded linear layers to 4 bits. It has no effect if the files are in 4 bits already.
+        whole: Names of layers that were not rounded to 4 bits, because they were trained in full.
 
     Attributes:
         files: The files.
@@ -401,7 +405,7 @@ class RunFacts:
 
     Attributes:
         file: The config.yaml, which may be missing.
-        path: `model.path`; for an id on the hub, the directory in the cache.
+        path: `model.path`; for an id on the hub, the directory in the cache. None if the recipe does not set it.
         scratch: Whether the run began with random weights.
         freezes: Whether some weights are not trained.
         nf4: Whether frozen linear layers are rounded to 4 bits.

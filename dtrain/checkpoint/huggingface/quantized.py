@@ -56,11 +56,13 @@ def weight_shape(name: str, tensor: Tensor) -> tuple[int, ...]:
 def convert_to_4_bits(
     model: CausalLM, directory: Path, dtype: torch.dtype, *, nf4: bool, except_for: Collection[str] = ()
 ) -> list[str]:
-    """Let layers of a model store their weights in 4 bits. The headers of files are read. No collective.
+    """Change the layers of a model that store their weights in 4 bits. Only headers of files are read. No collective.
 
-    If bitsandbytes has quantized the checkpoint, these are the layers of which the files have codes. If there are no
-    files, as for a plan, they are those that config.json does not skip. For any other checkpoint they are all linear
-    layers of `held_by_nf4` with `nf4`, and none without.
+    Which layers are changed depends on the checkpoint:
+
+    - quantized by bitsandbytes, with files: the layers for which the files have 4-bit codes
+    - quantized by bitsandbytes, without files (as for a plan): the layers that config.json does not skip
+    - any other checkpoint: with `nf4`, the layers of `nf4_layer_shapes`; without, none
 
     Args:
         model: The model on meta.
@@ -72,9 +74,8 @@ def convert_to_4_bits(
     Returns:
         The names of the layers in files.
     """
-    skipped = (
-        model.config.unquantized_modules
-    )  # of a checkpoint of bitsandbytes: layers that it leaves out; None for others
+    # The layers that bitsandbytes left in full precision. None if bitsandbytes has not quantized the checkpoint.
+    skipped = model.config.unquantized_modules
     candidates = nf4_layer_shapes(model.config) if skipped is None else linear_shapes(model.config)
     names = [name for name in candidates if name not in except_for]
     if skipped is None:
@@ -101,12 +102,15 @@ def quantization_tensors(files: WeightFiles, weight: str) -> list[str]:
 
 
 def stored_mismatches(files: WeightFiles, weight: str, shape: tuple[int, ...]) -> list[str]:
-    """Return the errors of a weight of bitsandbytes.
+    """Compare a weight that bitsandbytes has quantized, and its further tensors, with the model's layer.
 
     Args:
         files: The files.
         weight: Name of the weight, uint8 in the files.
         shape: The shape of the weight, (out, in).
+
+    Returns:
+        The errors; empty if the weight can be read.
     """
     state = _state(files, weight)
     if state is None:

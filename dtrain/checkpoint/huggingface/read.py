@@ -66,7 +66,7 @@ def check_fit(model: nn.Module, files: WeightFiles, kept: Collection[str] = ()) 
         kept: Names of tensors of the model that the files need not have.
 
     Returns:
-        The location of each tensor, by its name in the model. Of a weight in 4 bits, that of its codes.
+        The location of each tensor, by its name in the model. A weight in 4 bits has the name of its codes.
 
     Raises:
         UserError: One error that lists everything that does not fit, as in `read_weights`.

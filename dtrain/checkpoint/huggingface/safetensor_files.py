@@ -3,8 +3,8 @@
 The format is https://huggingface.co/docs/safetensors: eight bytes with the length of the header, a JSON header, then
 the data.
 
-Weights in mxfp4 (gpt-oss) and fp8 (DeepSeek-V3) appear as bfloat16. A slice is dequantised from the blocks around it,
-and rounded to bfloat16 once. Nothing else is read.
+Weights in mxfp4 (gpt-oss) and fp8 (DeepSeek-V3) appear as bfloat16. To read a slice, only the blocks that contain the
+slice are read, dequantised, and rounded to bfloat16 once.
 
     mxfp4   OCP Microscaling Formats, 1.0. A stack X [E, in, out] of experts is stored as
               X_blocks  uint8 [E, out, in/32, 16]   two FP4 values (E2M1) per byte, the first in the low half
@@ -116,7 +116,7 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def _weight_file_names(directory: Path, single: str = WEIGHTS) -> Mapping[str, Sequence[str]]:
-    """Return the names of tensors by file (`files_of_weights`). Raises UserError if there are no weights."""
+    """Return the names of tensors by file, as `find_weight_files` does. Raises UserError if there are no weights."""
     files = find_weight_files(directory, single)
     if files is not None:
         return files

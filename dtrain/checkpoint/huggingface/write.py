@@ -198,9 +198,15 @@ def write_entries(
         entries: Its tensors by their names in the files.
         layout: Layout of the directory.
         out: The directory, or a symbolic link to it.
-        max_shard_bytes: As in `write_directory`, like `replace`.
+        max_shard_bytes: As in `write_directory`.
         replace: As in `write_directory`.
         ranks: The ranks that write.
+
+    Raises:
+        UserError: As in `write_files`, or if a tensor has a dtype that is not written.
+
+    Collectives:
+        Those of `write_files`.
     """
     num_elements: Counter[torch.dtype] = Counter()
     for entry in entries:
@@ -248,7 +254,8 @@ def write_files(
         UserError: If the directory cannot be written, or is not empty without `replace`.
 
     Collectives:
-        Those of the tensors' `read`, and a broadcast or all-gather of objects per step.
+        Those of the tensors' `read`, one all-gather of objects for every `ranks.size` files, and two broadcasts of
+        objects.
     """
     partial = staging_path(out)
 
@@ -309,8 +316,8 @@ def _write_one_file_per_rank(files: list[tuple[str, Sequence[FullWeight]]], dire
 class SafetensorsFile:
     """A safetensors file that is written tensor by tensor.
 
-    An error of the disk is raised only by `close`. Until then this rank must take part in gathering the tensors of the
-    other ranks, which would hang without it.
+    An error of the disk is raised only by `close`. If `add` raised it, this rank would leave the loop in which all
+    ranks gather tensors, and the other ranks would wait for it forever.
 
     Args:
         path: The file.
@@ -349,7 +356,7 @@ class SafetensorsFile:
         tensor = tensor.to(device="cpu", dtype=entry.dtype).contiguous()
         if tuple(tensor.shape) != entry.shape:
             raise ValueError(f"{entry.names[0]} is {tuple(tensor.shape)}, announced as {tuple(entry.shape)}")
-        # Tensors offer their memory as a buffer only through numpy, which dtrain goes without.
+        # Write from the tensor's memory without a copy. `tensor.numpy()` would do so too, but not for bfloat16.
         self._write((ctypes.c_char * entry.nbytes).from_address(tensor.data_ptr()) if entry.nbytes else b"")
 
     def close(self) -> None:

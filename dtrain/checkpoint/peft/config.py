@@ -218,11 +218,18 @@ def peft_config(config: AdapterConfig, model: ModelConfig, base: str | None) -> 
 def misread_layers(config: AdapterConfig, model: ModelConfig) -> list[str]:
     """Return the adapted layers that PEFT drops when it loads the adapter's files.
 
-    transformers 5 stores the experts of a layer as one stacked parameter. PEFT (0.21) therefore replaces every target
-    with the name of an expert's matrix by the stack, and looks only at that name. In a model that has dense layers too,
-    such as Qwen3-MoE with `mlp_only_layers`, these have the same names. For example, with a target of
-    `model.layers.0.mlp.gate_proj`, a dense layer, PEFT adapts the experts of all layers anew and drops the saved
-    adapter of layer 0. No value of `target_modules` avoids this.
+    transformers 5 stores the experts of a layer as one stacked parameter. PEFT (0.21) therefore replaces each target
+    whose last part is the name of an expert's matrix, such as `gate_proj`, by the stack of experts. But a dense MLP has
+    matrices of the same names, for example in Qwen3-MoE with `mlp_only_layers`. With the target
+    `model.layers.0.mlp.gate_proj`, a dense layer, PEFT creates new adapters for the experts of all layers and drops the
+    saved adapter of layer 0. No value of `target_modules` avoids this.
+
+    Args:
+        config: The adapter.
+        model: Config of the adapted model.
+
+    Returns:
+        Names of the layers.
     """
     from dtrain.models.building import adaptable_shapes  # loads torch
 
@@ -251,7 +258,11 @@ def misread_problem(config: AdapterConfig, model: ModelConfig) -> str | None:
 
 
 def base_problems(directory: Path, model: Path) -> list[Problem]:
-    """Check that the adapter in `directory` was trained on the model in the directory `model`."""
+    """Return a problem if the adapter in `directory` was not trained on the model in the directory `model`.
+
+    The names of the two models are compared, then a few bytes of each weight. If these are not enough to decide, there
+    is no problem here, and `base_notes` returns a note.
+    """
     if _is_base(directory, model) is not False:
         return []
     base = base_of(directory)
@@ -303,15 +314,18 @@ def base_of(directory: Path) -> Path:
 
 
 def _patterns(patterns: Mapping[str, Any], otherwise: float, outer: Mapping[str, str]) -> dict[str, Any]:
-    """Write rank or alpha patterns for PEFT, which sorts them, so that their order must not matter.
+    """Return rank or alpha patterns that mean the same in any order, because PEFT sorts them.
+
+    For example, {"q_proj": 4, "layers.0.self_attn.q_proj": 8} gives layer 0 the rank 4 if the first match counts, and 8
+    in the other order. Such patterns are replaced by one pattern for each layer.
 
     Args:
-        patterns: The adapter's patterns and their values. The first one that matches counts.
+        patterns: The adapter's patterns and their values. The first pattern that matches a layer counts.
         otherwise: The value of layers that no pattern matches.
-        outer: dtrain's names of the adapted layers, and PEFT's names.
+        outer: PEFT's names of the adapted layers, by dtrain's names.
 
     Returns:
-        `patterns`, if all patterns that match a layer's name in PEFT have the same value. Otherwise one pattern for
+        `patterns`, if all patterns that match a layer have the same value, for every layer. Otherwise one pattern for
         each layer whose value is not `otherwise`.
     """
     is_unchanged = True

@@ -1,6 +1,7 @@
-"""Adapters in and out, in PEFT's layout: adapter_model.safetensors beside the adapter_config.json of `peft_config`.
+"""Reading and writing of adapters in PEFT's layout: adapter_model.safetensors and adapter_config.json.
 
-Names of tensors come from the model's own names, which no wrapper changes, so that a file fits wherever it is read.
+The names of the tensors are derived from the names of the model's parameters, which FSDP, compilation and activation
+checkpointing do not change. So a file can be read into a model on any mesh.
 """
 
 import json
@@ -196,12 +197,12 @@ def write_adapter(
 
     Args:
         directory: The new directory.
-        tensors: The model's parameters by name, plain or DTensors. Only those of the adapter are written.
+        tensors: The model's parameters by name, plain or DTensors. Only the adapter's parameters are written.
         config: The adapter.
         model: Config of the adapted model.
         base: Value of base_model_name_or_path.
         companions: Directory whose tokenizer and template are copied. None copies none.
-        chat_template: As in `write_directory`, like the arguments that follow.
+        chat_template: As in `write_directory`.
         saved_step: As in `write_directory`.
         replace: As in `write_directory`.
         ranks: The ranks that write. None: all ranks.
