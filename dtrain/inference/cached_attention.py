@@ -1,20 +1,21 @@
 """Attention over the KV cache: whole prompts (`Prefill`), or one more token of every running row (`Decode`).
 
-The model passes each layer's queries, keys and values to `attend`. The softmax of a decoding row runs over two parts:
-its prompt, and the tokens that it has added itself. Each part is computed separately, and the two are merged by their
-log-sum-exp. Samples of one prompt read its keys together. Example: prompts A (samples 0 and 2) and B (sample 1), with
-one pool of prompts and one pool of rows:
+The model passes each layer's queries, keys and values to `attend`. The keys of a decoding row are stored in two places:
+its prompt's slot, which all samples of the prompt share, and its own slot, with the tokens that it has added. Attention
+to each part is computed separately, and the two results are merged by their log-sum-exp. All samples of a prompt attend
+to its keys in one matrix product. Example: prompt A has the samples 0 and 2, prompt B has sample 1, and all slots are
+in one pool of prompts and one pool of rows:
 
-    prompt part   table [[0, 2],      row 0 and row 2 attend to the keys of A in one product, row 1 to those of B. The
-                         [1, 0]]      second entry of B is filled with row 0; its result is computed and not read
-    row part      rows 0 to 2         each row attends to the keys in its own slot
+    prompt part   table [[0, 2],      Rows 0 and 2 attend to the keys of A in one product, row 1 to those of B. B has
+                         [1, 0]]      only one row, so its second entry is padding (row 0), whose result is not read.
+    row part      rows 0 to 2         Each row attends to the keys in its own slot.
     merge         by log-sum-exp      out = (out_p · exp(lse_p) + out_r · exp(lse_r)) / (exp(lse_p) + exp(lse_r))
 
-A step can be captured as a CUDA graph and replayed (`inference.graphs`). With `fixed`, sizes are therefore rounded up,
-so that few shapes occur, and everything that a step reads and writes keeps its address.
+A step can be captured as a CUDA graph and replayed (`inference.graphs`). A `Decode` with `fixed=True` is made for this:
+sizes are rounded up, so that few shapes and so few graphs occur, and all memory of a step keeps its address.
 
-Shapes: R rows, G prompts of a pool, n rows of the prompt with the most rows, kv key heads, rep query heads per key
-head, hd and hd_v sizes of a head, L keys.
+Shapes: R rows, G prompts of a pool, n the largest number of rows of a prompt, kv key heads, rep query heads per key
+head, hd the head size of queries and keys, hd_v that of values, L keys.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,14 +31,15 @@ from dtrain.attention.linear.layer import LinearMask
 from dtrain.attention.visibility import Visibility, additive
 from dtrain.inference.kv_cache import KeyValues, KVSlot, KVSlotPool, power_of_two, rounded, slot_size
 
-# A product with this number of rows is as fast as one with a single row.
+# A matrix product with this number of rows takes no longer than one with a single row.
 ROWS_AS_FAST_AS_ONE = 8
 
 
 class Prefill:
     """Cache of a forward that reads prompts from their beginning, [B, S], padded on the right.
 
-    Padding is never visible: it comes after every token, and the prompt's length hides the keys that it writes.
+    Padding needs no mask here. It comes after all tokens of its row, so causal attention hides it from them. Its keys
+    are stored too, but decoding steps mask them by the prompt's length.
 
     Args:
         store: The cache.
@@ -113,7 +115,7 @@ class Prefill:
         )
 
     def _write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Store k [B, S, kv, hd] and v [B, S, kv, hd_v], or only the last positions that the layer stores."""
+        """Store k [B, S, kv, hd] and v [B, S, kv, hd_v]. A layer with a window stores only the last positions."""
         size = self._pool.sizes[layer]
         for stored, new in zip(self._pool.layer(layer, k, v), (k, v), strict=True):
             if self._max_length > size:
@@ -131,7 +133,7 @@ class Prefill:
         return LinearMask.of_lengths(self._lengths, self._max_length, width)
 
     def read_states(self, layer: int) -> tuple[Tensor, ...]:
-        """Raise ValueError, because prompts start without states of linear attention."""
+        """Raise ValueError: a prompt is read from its beginning, before which there are no states."""
         raise ValueError("a prompt has no states of linear attention before it")
 
     def write_states(self, layer: int, *states: Tensor) -> None:
@@ -141,14 +143,15 @@ class Prefill:
 
 
 class Decode:
-    """Cache of decoding steps: one token of every row, step after step, until rows come, go or move to another pool.
+    """Cache of decoding steps, each of which reads one token of every row.
 
-    A step is `begin`, one forward of tokens [R, 1], `end`, and `lengthen`, which updates the host's data before the
-    next step.
+    An object serves step after step, as long as no row is added, removed or moved to another pool. A step consists of
+    `begin`, one forward of tokens [R, 1], `end`, and `lengthen`, which updates the host's data before the next step.
 
-    With `fixed`, R is larger than the number of rows, and `places` has the index of each row. What the other indices
-    compute must not be read. A `Decode` of the same `shape` computes the same kernels, so it can `load` the rows of
-    another one and take its steps, until it `is_full`.
+    With `fixed`, R is the number of rows rounded up. `places` has the index of each row among the R. The other indices
+    are padding, whose results must not be read. For example, 9 rows in one pool become R = 10 with places 0 to 8. Two
+    `Decode` objects of equal `shape` run the same kernels. A captured step therefore keeps its own `Decode` and uses
+    `load` to copy the rows of another one into its memory, until the step `is_full`.
 
     Args:
         store: The cache.
@@ -161,7 +164,7 @@ class Decode:
         rotary_frequencies: Rotary frequencies on the device, filled by the model.
         last_index: None, because each row has one token.
         positions: Rotary position of each token, [R, 1], after `begin`.
-        rows: R.
+        rows: The number of rows with padding, R.
         places: Index of each row of the cache among the R.
         live: `places` as a tensor on the device. None without `fixed`.
     """
@@ -186,8 +189,8 @@ class Decode:
             count = used
             max_keys = None
             if fixed:
-                # Few rows are padded to as many as there is memory for, so that the last rows of a rollout have few
-                # different shapes.
+                # The number of rows shrinks towards the end of a rollout. Up to 8 rows cost no more than one, so the
+                # last few rows are padded to the slots that are allocated anyway, which gives few different shapes.
                 count = max(rounded(used), min(ROWS_AS_FAST_AS_ONE, pool.min_slots))
                 pool.min_slots = max(pool.min_slots, count)
                 max_keys = self._choose_max_keys(pool)
@@ -209,15 +212,16 @@ class Decode:
             step[row] = 1
         self._added = torch.tensor(added, device=device)  # tokens in each row's own slot, [R]
         self._before = torch.tensor(before, device=device)  # rotary position of the first of these, [R]
-        # Indices without a row stay at the beginning of their slot, which the next row there overwrites.
+        # Padding does not count tokens: it writes to the first position of its slot again and again, and the next row
+        # in that slot overwrites it.
         self._step: Tensor | int = torch.tensor(step, device=device) if fixed else 1
 
     def _choose_max_keys(self, pool: KVSlotPool) -> int | None:
-        """Return the number of keys that a fixed step reads of a pool's slots. None: as many as are used."""
+        """Return the number of keys that a fixed step reads from each slot of a pool. None: as many as are used."""
         return slot_size(max(slot.length for slot in pool.slots) + 1)
 
     def _lay_out_prompts(self, store: KeyValues, prompts: Sequence[KVSlot], places: list[int], fixed: bool) -> None:
-        """Set the tables of the rows of each prompt, and where each row finds the result of its prompt.
+        """Group the rows by prompt (`_prompt_parts`), and set where each row finds its result in the grouped results.
 
         Args:
             store: The cache.
@@ -241,7 +245,8 @@ class Decode:
             lengths = [slot.length for slot in pool.slots]
             longest = max(lengths)
             if fixed:
-                # One prompt with several rows may as well have eight. With several prompts, each of them would.
+                # A single prompt with several rows is padded to 8 rows, which cost nothing. With several prompts this
+                # padding would be added to each of them.
                 min_count = ROWS_AS_FAST_AS_ONE if len(groups) == 1 and count > 1 else 1
                 count = max(min_count, power_of_two(count))
                 longest = pool.capacity
@@ -298,12 +303,15 @@ class Decode:
 
     @property
     def num_sampled(self) -> Tensor:
-        """The number of tokens that each row's completion has before this step, [R]."""
+        """The number of tokens that each row's completion has before this step, [R].
+
+        This is one more than the row has cached: the last sampled token is the input of this step.
+        """
         return self._added + 1
 
     @property
     def shape(self) -> tuple[Any, ...]:
-        """Everything but the values of tensors on which the kernels of a step depend."""
+        """Hashable value that determines the kernels of a step. Equal shapes differ only in values of tensors."""
         rows = tuple((part.pool.capacity, len(part.indices), part.max_keys) for part in self._row_parts)
         prompts = tuple((part.pool.capacity, *part.table.shape) for part in self._prompt_parts)
         return rows, prompts, self._is_sorted
@@ -365,8 +373,8 @@ class Decode:
                 size = part.pool.sizes[layer]
                 num_keys = min(longest, size)
                 columns = torch.arange(num_keys, device=self._device)
-                # The positions of a window are a ring buffer. Once all are written, they are just those that the token
-                # sees.
+                # With a window of `size` positions the slot is a ring buffer. Once it is full, it has exactly the
+                # positions that the new token sees, so all of them are visible, in any order.
                 part.columns[window] = added if longest <= size else added % size
                 part.views[window] = _View(num_keys, columns <= added[:, None])
 
@@ -383,8 +391,8 @@ class Decode:
                 stored = part.lengths.clamp(max=size)[:, None, None]  # [G, 1, 1]
                 visible = columns < stored  # [G, 1, L]
                 if window is not None:
-                    # A row with `added` tokens of its own is at position stored + added, and sees window - 1 positions
-                    # before that.
+                    # Positions are counted from the first stored key. A row with `added` tokens of its own is at
+                    # position stored + added, and sees the window - 1 positions before that.
                     first = self._added[part.table][..., None] + stored - window + 1  # [G, n, 1]
                     visible = visible & (columns >= first)
                 part.views[window] = _View(columns.shape[0], visible)
@@ -471,10 +479,9 @@ class Decode:
             visible = slice(num_groups), slice(None), slice(view.keys)
             queries = grouped
             if not self._is_sorted:
-                # [G, 1, n] and [kv, 1] index [G, kv, n, rep, hd]; the rows of a prompt are then one dimension.
-                queries = grouped[part.table[:, None], self._head_indices[key_heads]].flatten(
-                    2, 3
-                )  # [G, kv, n·rep, hd]
+                # The indices [G, 1, n] and [kv, 1] broadcast to [G, kv, n], which selects [G, kv, n, rep, hd]. The rows
+                # of a prompt and their query heads are then flattened to one dimension, [G, kv, n·rep, hd].
+                queries = grouped[part.table[:, None], self._head_indices[key_heads]].flatten(2, 3)
             bias = view.bias(grouped.dtype)[:, None, :, None]  # [G, 1, 1 or n, 1, L]
             if bias.shape[2] > 1:
                 bias = bias.expand(-1, -1, -1, grouped.shape[2], -1)
@@ -498,7 +505,7 @@ class Decode:
 
 
 class _View:
-    """Keys of a part that are visible in one step, to the layers with one window.
+    """Visible keys of a part in one step, for all layers with the same window.
 
     Args:
         keys: The number of keys to read, the first ones of each slot.

@@ -1,8 +1,8 @@
 """Conversion of chats to prompts of an engine: token ids, and images if messages have parts with images.
 
-`ChatEncoder` encodes messages to a `ChatPrompt`. `ImagePrompt` is a prompt with images for a server, to which the bytes
-of the images' files are sent. Chats never name files or URLs that are read here: the image of a part is a data URI, or
-`{"bytes", "path"}` as `image_part` returns it. torch is imported only for decoding pixels, because servers of text
+`ChatEncoder` encodes messages to a `ChatPrompt`. `ImagePrompt` is a prompt with images for a server, which receives the
+bytes of the image files. The image of a message part is a data URI, or `{"bytes", "path"}` as `image_part` returns it.
+Files or URLs that a message names are never read. torch is imported only for decoding pixels, because servers of text
 start faster without it.
 """
 
@@ -64,7 +64,7 @@ class ChatEncoder:
 
     Args:
         encoder: Encoder of prompts, with the reader of images if the model uses images.
-        problem: Reason why there is no reader of images.
+        problem: Message of the error for a chat with images, if there is no reader of images.
         images: Another reader of images in place of the encoder's.
 
     Attributes:
@@ -92,7 +92,7 @@ class ChatEncoder:
         return ChatPrompt(self.encoder.encode(prompt, images), images)
 
     def lay_out_all(self, values: Sequence[Any]) -> list[LaidOutImage]:
-        """Return the layout of images, for which only their headers are read. Raises ImageError."""
+        """Return the layouts of images. Only the headers of the images are read. Raises ImageError."""
         images = []
         for number, value in enumerate(values):
             try:
@@ -102,7 +102,7 @@ class ChatEncoder:
         return images
 
     def lay_out(self, value: Any) -> LaidOutImage:
-        """Return the layout of an image. Raises UserError if it cannot be used, or the model uses no images."""
+        """Return the layout of an image. Raises UserError if the image or the model cannot be used."""
         return self.reader.lay_out(value, None)
 
     @property
@@ -113,10 +113,12 @@ class ChatEncoder:
         return self._images
 
     def within(self, max_pixels: int | None) -> "ChatEncoder":
-        """Return an encoder with a limit on the pixels of images, for laying out the images of given token ids.
+        """Return an encoder with another limit on the pixels of an image.
+
+        A prompt of token ids was made with a certain limit, and its images must be laid out with the same one.
 
         Args:
-            max_pixels: The limit. None: that of the model's image processor.
+            max_pixels: The limit. None: the limit of the model's image processor.
 
         Raises:
             UserError: If the model uses no images.
@@ -126,16 +128,19 @@ class ChatEncoder:
         bounded = self._bounded
         if bounded is None or bounded.reader.max_pixels != max_pixels:
             bounded = ChatEncoder(self.encoder, self._problem, replace(self.reader, max_pixels=max_pixels))
-            # Returned from the local variable, because a server parses requests on many threads.
+            # The local variable is returned, because another thread of a server may replace the attribute meanwhile.
             self._bounded = bounded
         return bounded
 
     def images_of(self, prompt: ChatPrompt, pixels: "Tensor | None" = None) -> "Images | None":
-        """Decode the images of a prompt, and return them as a request has them. None if there are no images.
+        """Decode the images of a prompt for `Request.images`.
 
         Args:
             prompt: The prompt.
-            pixels: Pixels of the same images, if they are decoded already.
+            pixels: Pixels of the same images, if they are already decoded.
+
+        Returns:
+            The images as a batch of one row, or None if the prompt has no images.
 
         Raises:
             ImageError: If an image cannot be decoded.
@@ -170,7 +175,9 @@ def image_part(path: Path) -> dict[str, Any]:
 
 
 def vision_problem(files: Path) -> str | None:
-    """Return the reason why the model in a directory uses no images, apart from its weights. None if it does.
+    """Return the reason why the model in a directory cannot use images. None if it can.
+
+    Only the model's config and image processor are checked, not its weights.
 
     Args:
         files: Directory of the model's files.
@@ -196,8 +203,8 @@ class ImagePrompt:
         messages: The conversation, with empty parts in the places of images.
         tools: Tools of the conversation.
         token_id: Id of image tokens.
-        short_ids: Token ids with only one image token per image, which servers expand. None if the model's processor
-            writes text around an image that is not a token of its own.
+        short_ids: Token ids with one image token per image, which servers expand. None if the model's processor writes
+            text around an image that is not a single token.
         max_pixels: `data.image_max_pixels`.
     """
 
@@ -274,7 +281,8 @@ class ImagePrompt:
 def _short_ids(reader: "ImageReader", ids: Sequence[int], records: "Sequence[ImageRecord]") -> list[int] | None:
     """Return `ImagePrompt.short_ids`.
 
-    Example: with the image token 9 and the tokens 7 and 8 before and after an image, 1 7 9 9 9 8 2 becomes 1 9 2.
+    For example, if the image token is 9, and the tokens before and after an image are 7 and 8, the ids
+    1 7 9 9 9 8 2 become 1 9 2.
     """
     tokens, vocabulary = reader.processor.tokens, reader.tokenizer.vocabulary
     is_token = [text == "" or text in vocabulary for text in (tokens.before, tokens.after)]
@@ -307,7 +315,7 @@ def _data_uri(data: bytes) -> str:
 
 
 def _parts(message: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """Return the parts of a message's content, none if it is text."""
+    """Return the parts of a message's content, or () if the content is text."""
     content = message.get("content")
     return content if isinstance(content, list) else ()
 

@@ -120,7 +120,9 @@ class NonFiniteLogits(UserError):
 
 
 class Peers:
-    """What an engine does together with other ranks. This class is for an engine without any; `native` overrides it.
+    """Coordination of an engine with other ranks.
+
+    This base class is for an engine on a single rank, which needs none. `native` overrides it for a mesh.
 
     Attributes:
         run_tower: Whether the next forward runs the vision tower on every rank, because one of them has images.
@@ -136,11 +138,11 @@ class Peers:
         """
 
     def agree(self, tokens: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return sampled tokens, int64 [R], and logprobs, [R], that are the same on all ranks with the same rows."""
+        """Return sampled tokens, int64 [R], and logprobs, [R], made equal on all ranks that decode the same rows."""
         return tokens, logprobs
 
     def should_stop(self) -> bool:
-        """Check whether to stop between two steps. All ranks with the same rows return the same."""
+        """Check whether to stop between two steps. All ranks that decode the same rows return the same value."""
         return False
 
 
@@ -160,8 +162,8 @@ class Engine:
             then have slots for all their tokens from the beginning.
         records_routing: Record the experts of prompt tokens, so that requests may ask for them. Only for mixtures of
             experts, and without graphs.
-        flash: Attention of decoding rows to their slots. None: matrix products. `NativeEngine` uses it for its many
-            rows. With a few rows of many keys it is slow, because FlashAttention-2 does not split keys.
+        flash: Flash attention of decoding rows to their slots. None: matrix products. `NativeEngine` passes it for its
+            many rows. With a few rows of many keys it is slow, because FlashAttention-2 does not split keys.
     """
 
     def __init__(
@@ -197,9 +199,10 @@ class Engine:
         self._clear()
 
     def _clear(self) -> None:
-        """Drop cache and rows.
+        """Drop the cache and all rows.
 
-        Weights and batches change between calls, so an engine without work keeps no memory but that of captured steps.
+        An engine without work keeps no memory except that of captured steps, because the trainer needs the memory, and
+        keys and values of the old weights would be wrong after an update.
         """
         config = self.model.config
         if self._steps is None:
@@ -208,19 +211,20 @@ class Engine:
             self._store = self._steps.rest(self._flash)
         self._waiting: dict[PromptKey, deque[RunningSequence]] = {}  # by prompt, in the order of the prompts' arrival
         self._prompts: dict[PromptKey, CachedPrompt] = {}  # in the cache
-        self._reserved = 0  # positions that prompts and rows may come to fill
+        self._reserved = 0  # positions that cached prompts and running rows may fill at most
         self._rows: list[RunningSequence] = []  # decoding, in the cache's order
         self._unread: list[_Sampled] = []
         self._tokens = self._index([])  # the last token of each row, [R]
         self._decoding: DecodingRows | None = None  # None if rows have come, gone or moved
 
     def use_adapters(self, enabled: bool) -> None:
-        """Compute further requests with the model's adapters, as an engine does at first, or without them.
+        """Compute further requests with or without the model's adapters. A new engine uses them.
 
-        The model is not changed: other engines on it, and callers of it, decide for themselves.
+        The setting belongs to this engine. The model itself is not changed.
 
         Raises:
-            ValueError: If the engine has work, whose keys and values would be of both kinds, or decodes by graphs.
+            ValueError: If the engine has work, because its cached keys and values were computed with the old setting,
+                or if it decodes by graphs.
         """
         if enabled == (self.adapters is None):
             return
@@ -244,7 +248,8 @@ class Engine:
         completions: dict[Ticket, Completion] = {}
         try:
             while self.has_work:
-                # Only right after a reading, when the peers' answer does not wait for the device.
+                # Ask only when no sampled tokens are unread. `should_stop` may read a tensor of the last step, and
+                # would make the host wait for the device.
                 if not self._unread and self._peers.should_stop():
                     raise Interrupted
                 completions.update(self.step())
@@ -295,11 +300,15 @@ class Engine:
     def step(self) -> list[tuple[Ticket, Completion]]:
         """Admit waiting requests, decode one token of every row, and return the completions that have ended.
 
-        They are in no particular order. On CUDA they may come up to 16 steps late, because reading tokens waits for the
-        device.
+        Completions are returned in no particular order. On CUDA they may be returned up to 16 steps late, because
+        reading tokens makes the host wait for the device.
+
+        Returns:
+            (ticket, completion) of each ended request.
 
         Raises:
-            NonFiniteLogits: If the logits of rows are not finite. The next step returns what has ended besides these.
+            NonFiniteLogits: If the logits of rows are not finite. Completions that ended in the same step are returned
+                by the next step.
         """
         with evaluation_mode(self.model):
             if self._sequences:
@@ -343,7 +352,8 @@ class Engine:
         """Return the waiting sequences for which there are rows and memory."""
         entering = self._admit_within(self.budget.rows - len(self._rows))
         if not entering and not self._rows:
-            # Prompts that are kept for waiting samples may take the memory that the next sequence needs.
+            # Nothing runs and nothing fits. The memory is taken by cached prompts that wait for more samples, so they
+            # are dropped and read again later.
             self._store.release([prompt.slot for prompt in self._prompts.values()])
             self._prompts.clear()
             self._reserved = 0
@@ -351,9 +361,10 @@ class Engine:
         return entering
 
     def _admit_within(self, rows: int) -> list[RunningSequence]:
-        """Return at most `rows` waiting sequences for which there is memory.
+        """Remove from the queue, and return, at most `rows` sequences for which there is memory.
 
-        Samples of cached prompts come first, then by arrival. None overtakes a sequence that must wait for memory.
+        Samples of cached prompts come first, then samples of other prompts in the order of arrival. If a sequence must
+        wait for memory, all later ones wait too, so that large requests are not overtaken for ever.
         """
         entering: list[RunningSequence] = []
         for prompt in sorted(self._waiting, key=lambda prompt: prompt not in self._prompts):
@@ -379,8 +390,8 @@ class Engine:
         """
         if not entering:
             return [], self._index([])
-        # Prompts of one slot size are read together: they need little padding, and their slots are consecutive. Prompts
-        # with images are read separately.
+        # Prompts with equal slot sizes are read in one forward: they need little padding, and their slots are
+        # consecutive. Prompts with images form batches of their own.
         one_per_prompt = {row.prompt: row for row in entering}
         groups: dict[tuple[int, bool], list[RunningSequence]] = {}
         for row in one_per_prompt.values():
@@ -407,11 +418,15 @@ class Engine:
         return [entering[index] for index in staying], tokens[self._index(staying)]
 
     def _read(self, rows: list[RunningSequence]) -> None:
-        """Read the prompts of `rows` in one forward. They are different, and all of them have images or none has."""
+        """Read the prompts of `rows` in one forward.
+
+        Args:
+            rows: Sequences with different prompts. Either all or none of the prompts have images.
+        """
         prompts = [row.prompt.ids for row in rows]
         longest = max(map(len, prompts))
-        # Padded with the last token. Its keys are masked, but a NaN that comes from a token which the model cannot
-        # compute would stay a NaN after the masked product.
+        # Pad with each prompt's own last token. Keys of padding are masked, but masking multiplies by 0, and a padding
+        # token whose embedding gives NaN would turn the product into NaN.
         padded = [[*ids, *ids[-1:] * (longest - len(ids))] for ids in prompts]
         row_images = [row.request.images for row in rows if row.request.images is not None]
         images = None
@@ -474,7 +489,7 @@ class Engine:
         decode = decode_class(self._store, prompts, self.device, fixed=self._steps is not None)
         if self._steps is None or decode.live is None:
             return DecodingRows(decode, self._sampler(rows))
-        # A captured step has more rows than there are. What they sample is not read, so any settings will do.
+        # A captured step is padded to more rows. The tokens of padding are not read, so it may have any settings.
         padded_rows = [rows[0]] * decode.rows
         for index, row in zip(decode.places, rows, strict=True):
             padded_rows[index] = row
@@ -516,7 +531,7 @@ class Engine:
             row.num_sampled += 1
 
     def _read_sampled(self) -> None:
-        """Read the tokens that were sampled since the last time, and find the completions that have ended."""
+        """Copy the tokens sampled since the last call to the host, and collect the completions that have ended."""
         unread, self._unread = self._unread, []
         # One copy of all tokens and one of all logprobs, because each waits for the device.
         tokens = torch.cat([sampled.tokens for sampled in unread]).tolist()
@@ -546,7 +561,7 @@ class Engine:
             del self._sequences[row.ticket]
 
     def _drop_ended(self) -> None:
-        """Remove rows that have ended, or have sampled all their tokens, from the cache, and unused prompts."""
+        """Remove rows that can leave (`RunningSequence.has_ended`) and unused prompts from the cache."""
         gone = [row for row in self._rows if row.has_ended]
         if not gone:
             return
@@ -558,7 +573,7 @@ class Engine:
         self._release_reserved(gone)
 
     def _release_reserved(self, gone: list[RunningSequence]) -> None:
-        """Release the positions that were reserved for rows which have no slot any more."""
+        """Release the positions that were reserved for `gone`, rows without a slot."""
         for row in gone:
             self._reserved -= row.capacity
             self._prompts[row.prompt].users -= 1
@@ -576,7 +591,7 @@ class Engine:
             self._decoding = None
 
     def check(self, request: Request, name: str) -> None:
-        """Raise UserError if a request is not valid, or model or memory are too small for it even alone.
+        """Raise UserError if a request is not valid, or exceeds the limits of the model or the memory of the cache.
 
         Args:
             request: The request.
@@ -626,13 +641,15 @@ class TokenScores:
 def score_prompts(
     model: CausalLM, prompts: Sequence[Sequence[int]], together: int, adapters: AdapterContext | None = None
 ) -> list[TokenScores]:
-    """Compute log-probabilities of the tokens of prompts, in max(float32, the model's dtype). No collective.
+    """Compute log-probabilities of prompt tokens, in max(float32, the model's dtype).
+
+    Issues no collective.
 
     Args:
         model: The model, complete on its device.
         prompts: Token ids.
         together: Tokens per forward, unless a single prompt is longer.
-        adapters: Whether the model's adapters are used. None: they are.
+        adapters: Context that enables or disables the model's adapters. None: they are enabled.
 
     Returns:
         The scores of each prompt, in order.
@@ -696,7 +713,7 @@ def _batches_by_length(
     """
     remaining = sorted(range(len(rows)), key=lambda index: len(rows[index]))
     while remaining:
-        # Rows are sorted, so each one that is added determines the length to which all are padded.
+        # Rows are sorted by length, so the last row of a batch determines the length to which all are padded.
         count = 0
         while count < len(remaining) and (count + 1) * len(rows[remaining[count]]) <= together:
             count += 1

@@ -95,21 +95,21 @@ def generate_text(
 ) -> Iterator[str]:
     """Yield the completion of each prompt as text, without special tokens, in order.
 
-    A completion is yielded as soon as those before it have been.
+    Prompts are decoded together. A completion is yielded as soon as it and all completions before it have ended.
 
     Args:
         directory: A model, an adapter, a run or a checkpoint (see the module).
         prompts: A user's message each, for which the model's chat template is used. With `raw`, or if the model has no
             template, the beginning of a text.
-        max_new_tokens: As in `generate`, and so are the arguments up to `seed`.
+        max_new_tokens: A completion ends after this number of tokens.
         temperature: 0 selects the token with the highest probability.
         top_k: Keep the k tokens with the highest probability. None: all.
         top_p: Keep the smallest set of tokens whose probability reaches p.
         seed: Seed of the random numbers.
         raw: Do not use the chat template.
         images: Image files, which are put before the text of each prompt.
-        dtype: As `train.dtype` of a recipe.
-        device: As `launch.device` of a recipe.
+        dtype: Dtype of the model, with the values of `train.dtype`.
+        device: Device of the model, with the values of `launch.device`.
 
     Raises:
         UserError: If the model cannot be loaded, or does not fit the arguments.
@@ -262,7 +262,7 @@ def image_problem(directory: Path) -> str | None:
 
 
 def _find_model_directory(directory: Path) -> Path | None:
-    """Return the directory of the model or adapter that `directory` means: itself, or the `export/` of a run.
+    """Return the directory with the model or adapter: `directory` itself, or its `export/` if it is a run.
 
     Returns:
         The directory. None if the weights are in a checkpoint.
@@ -277,7 +277,14 @@ def _find_model_directory(directory: Path) -> Path | None:
 
 
 def _find_step(directory: Path) -> tuple[CheckpointStore, int, Path]:
-    """Return the checkpoints of a run, the step that `directory` means, and the directory of the run's model files."""
+    """Find the checkpoint of a run's directory, or of one of its checkpoints' directories.
+
+    Returns:
+        (the run's checkpoints, the number of the step, the directory of the run's model files).
+
+    Raises:
+        UserError: If `directory` is neither a run nor a checkpoint.
+    """
     directory = hub.find_model_directory(directory)
     directory = step_of_adapter(directory) or directory
     is_run = (directory / "checkpoints").is_dir()
@@ -295,8 +302,8 @@ def _load_model(
 ) -> CausalLM:
     """Load the model of a Hugging Face directory.
 
-    If it is the exported adapter of a run, its base is loaded as it was in training: in NF4, or rounded to the dtype in
-    which the run stored it.
+    For the exported adapter of a run, the base is loaded with the precision that it had in training: in NF4, or rounded
+    to the dtype in which the run stored it.
     """
     if not is_adapter_directory(directory):
         return models.from_pretrained(directory, dtype, device, labels=labels, vision=vision)
@@ -313,7 +320,7 @@ def _load_model(
 
 @torch.no_grad()
 def _round(tensors: Iterable[Tensor], dtype: torch.dtype | None) -> None:
-    """Round tensors in place to values that `dtype` has. None: leave them unchanged."""
+    """Round tensors in place to values that `dtype` can represent. None leaves them unchanged."""
     if dtype is None:
         return
     for tensor in tensors:
@@ -351,7 +358,7 @@ def _load_step(
     model.tie_weights()
     tensors = training_tensors(model)
     in_step = {name: tensor for name, tensor in tensors.items() if name in sizes}
-    # A run with frozen weights does not save these, and a run on texts has no vision tower.
+    # A run does not save frozen weights, and a run on texts has no vision tower. Both are read from the base model.
     if (facts.freezes or vision) and len(in_step) < len(tensors):
         state = store.read_state(step)
         read_weights(model, facts.base_directory(state))
@@ -364,12 +371,13 @@ def _load_step(
 
 
 def _is_newest(export: Path) -> bool:
-    """Check whether `export` has the weights of its run's newest checkpoint, or the run has no checkpoint."""
+    """Check whether an export is up to date: it has the newest checkpoint's weights, or the run has no checkpoint."""
     store = CheckpointStore(export.parent / "checkpoints", Ranks(single_process=True))
     step = store.latest()
     if step is None:
         return True
-    if is_adapter_directory(export):  # the checkpoint may be the only place that has the base's weights
+    # An exported adapter does not contain its base. The checkpoint may be the only copy of the base's weights.
+    if is_adapter_directory(export):
         return False
     exported = read_saved_step(export)
     save = store.read_state(step).get("save")
@@ -379,7 +387,11 @@ def _is_newest(export: Path) -> bool:
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str, template: ChatTemplate | None) -> list[int]:
-    """Return the token ids of a user's message, so that the answer follows. Without a template, those of the text."""
+    """Return the token ids of a prompt.
+
+    With a template, `prompt` is a user message, and the ids end where the model's answer begins. Without a template,
+    they are the ids of the text itself.
+    """
     if template is None:
         return tokenizer.encode(prompt, add_special_tokens=True)
     text = template.render([{"role": "user", "content": prompt}], add_generation_prompt=True)

@@ -1,8 +1,8 @@
 """Decoding steps as CUDA graphs: the host starts one graph per token instead of some seventy kernels per layer.
 
-A graph reads and writes the memory with which it was captured. A step (`GraphedStep`) therefore has memory of its own
-for what changes from token to token, and rows that come and go are copied into it. Steps are kept by their shape. For
-each shape:
+A graph reads and writes the memory with which it was captured. A step (`GraphedStep`) therefore has its own memory for
+everything that changes from token to token. If rows are added or removed, the new rows are copied into this memory.
+`GraphedSteps` keeps one step for each shape:
 
     first step       runs kernel by kernel, which also initialises libraries
     second step      is captured, and then replayed
@@ -11,9 +11,8 @@ each shape:
 The first graph of a run is verified: the step runs from the same state by kernels and by replay, and the results are
 compared. Nothing here is collective.
 
-Steps, with the keys and values that they read, are kept from rollout to rollout if they take little memory. Weights
-that FSDP gathers anew for each rollout have other addresses each time. They are copied to memory that is kept, too,
-which the graphs read.
+Steps, and the cache that they read, are kept from rollout to rollout if they take little memory. Weights that FSDP
+gathers anew for each rollout have other addresses each time, so they are copied to fixed memory, which the graphs read.
 """
 
 import warnings
@@ -34,7 +33,8 @@ from dtrain.models.common.decoder import CausalLM
 # The largest number of graphs. Each takes a few MiB on the device for the arguments of its kernels.
 MAX_GRAPHS = 32
 
-# Share of a device's memory that may be kept while the model trains: half of what a choice of `auto` leaves free.
+# Share of a device's memory that may be kept while the model trains. It is half of the memory that `auto` sizes leave
+# free (`commands.plan.choose.FREE_SHARE`).
 MAX_KEPT_SHARE = 1 / 20
 
 Replay = Callable[[], None]
@@ -46,9 +46,10 @@ def max_kept_bytes(device: torch.device) -> int:
 
 
 class CudaGraphs:
-    """Captures CUDA graphs, which share one memory pool: only one runs at a time, and none leaves results there.
+    """Captures CUDA graphs that share one memory pool.
 
-    The pool is freed with its last graph, so this object must not be used afterwards.
+    Sharing is safe because only one graph runs at a time, and no graph leaves results in the pool. The pool is freed
+    with its last graph, so this object must not be used afterwards.
 
     Args:
         device: The device.
@@ -81,8 +82,9 @@ class CudaGraphs:
         """Record the kernels of a step without running them. Return the function that runs them."""
         graph = torch.cuda.CUDAGraph()
         pool = None if self._first is None else self._first.pool()
-        # On torch's own stream for captures, because cuBLAS keeps a workspace for every stream that it has seen. Other
-        # threads, such as one that saves a checkpoint, may allocate memory at the same time.
+        # Capture on torch's own stream for captures, because cuBLAS keeps a workspace for every stream that it has
+        # seen. The mode is "thread_local", because other threads may allocate memory during the capture, for example
+        # one that saves a checkpoint.
         with torch.cuda.device(self._device), torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             before = torch.cuda.memory_reserved(self._device)
             step()
@@ -92,18 +94,20 @@ class CudaGraphs:
 
 
 class GraphedSteps:
-    """Decoding steps by their shapes, for one engine at a time of this rank.
+    """Captured decoding steps by shape, with the cache and the copies of weights that they read.
+
+    Only one engine of this rank may use an object at a time.
 
     Args:
         model: The model.
         device: The device.
         make: Creates the object that captures graphs.
         keeps: Bytes that may be kept between two rollouts.
-        insists: Whether it is an error if a step cannot be a graph.
+        insists: Whether to raise UserError if a step cannot be captured.
 
     Attributes:
-        obstacle: Reason why a step cannot be a graph. Steps then run kernel by kernel. None: no such reason.
-        not_kept_reason: Reason why nothing is kept between rollouts. None: no such reason.
+        obstacle: Reason why steps cannot be captured. They then run kernel by kernel. None if they can.
+        not_kept_reason: Reason why nothing is kept between rollouts. None if steps are kept.
     """
 
     def __init__(
@@ -135,9 +139,9 @@ class GraphedSteps:
         self._copies: dict[int, nn.Parameter] = {}  # copies of gathered weights, by index in `_weights`
 
     def rest(self, flash: SlotFlashAttention | None = None) -> KeyValues:
-        """Return an empty cache. Called by an engine before and after its work.
+        """Return an empty cache. An engine calls this before and after its work.
 
-        Steps and what they read are kept if they take at most the allowed memory. Otherwise everything is dropped.
+        Steps, cache and copies are kept if they take at most `keeps` bytes. Otherwise all of them are dropped.
 
         Args:
             flash: Attention of the cache. Nothing is kept if it changes.
@@ -238,13 +242,13 @@ class GraphedSteps:
         return step
 
     def capture(self, step: "GraphedStep") -> Replay | None:
-        """Capture a step. Return the function that replays it, or None if it cannot be a graph.
+        """Capture a step. Return the function that replays it, or None if the step cannot be a graph.
 
-        The first graph is verified: kernels and replay must give the same from the same state.
+        The first graph is verified: kernels and replay must compute the same result from the same state.
 
         Raises:
-            UserError: If the capture itself fails. torch's allocator would believe that the capture continues, and fail
-                the next time when it frees memory.
+            UserError: If the capture itself fails. The run cannot continue without graphs then, because torch's
+                allocator still assumes a capture in progress and would fail when it next frees memory.
         """
         if self._maker is None:
             self._maker = self._make(self._device)
@@ -260,7 +264,8 @@ class GraphedSteps:
         try:
             replay = self._maker.capture(step.run)
         except RuntimeError as error:
-            first = error.__context__ or error  # ending a capture that has failed fails, too
+            # The end of a failed capture raises an error as well. The first error is its context.
+            first = error.__context__ or error
             raise UserError(
                 f"capturing a step of decoding: {_first_line(first)}; set grpo.cuda_graphs=false"
             ) from error
@@ -284,7 +289,7 @@ class GraphedSteps:
 
 
 class StepResult(NamedTuple):
-    """Tokens that a step has sampled for the rows of a cache, without the padded ones.
+    """Tokens that a step has sampled, without those of padding.
 
     Attributes:
         tokens: int64 [rows].
@@ -367,8 +372,8 @@ class GraphedStep:
     def run(self) -> None:
         """Run the step kernel by kernel."""
         self._decode.begin()
-        # The function of the class, and not the method that FSDP has put in its place: FSDP's hooks let other streams
-        # wait for this one, which a graph cannot do.
+        # Call the function of the class, because FSDP has replaced the method of the instance by one with hooks. The
+        # hooks make other streams wait for this one, which a graph cannot contain.
         with self._steps.fixed_weights():
             logits = CausalLM.next_logits(self._model, self.tokens[:, None], self._decode)  # [R, V]
         tokens, logprobs = self._sampler.sample(logits, self._decode.num_sampled)

@@ -43,18 +43,21 @@ def check_images(images: Images, length: int, config: ModelConfig, name: str) ->
 
 
 def _check_shape(stream: str, tensor: Tensor | None, shape: tuple[int, ...] | None, name: str) -> None:
-    """Raise UserError if a stream does not have a shape, or is there although `shape` is None."""
+    """Raise UserError if a stream does not have the expected shape, or exists although `shape` is None."""
     if (None if tensor is None else tuple(tensor.shape)) != shape:
         raise UserError(f"{name}: {stream} of its images must be of shape {shape}, as the model reads them")
 
 
 def prompt_images(reader: "ImageReader", ids: Sequence[int], records: Sequence["ImageRecord"]) -> Images | None:
-    """Decode the images of a prompt, and return them as a request has them.
+    """Decode the images of a prompt for `Request.images`.
 
     Args:
         reader: Reader of the model's images.
         ids: Token ids of the prompt.
-        records: The images, in order. None of them: returns None.
+        records: The images, in order.
+
+    Returns:
+        The images as a batch of one row, or None if `records` is empty.
 
     Raises:
         UserError: If an image cannot be read or decoded.
@@ -95,7 +98,8 @@ def batch_images(rows: Sequence[Images], length: int, config: ModelConfig, devic
     """
     assert config.vision is not None
     rows = [row.padded(length - row.feature_index.shape[1]) for row in rows]
-    # Features of all images are numbered through, so each row's indices start after those of the rows before.
+    # The batch numbers the features of all images consecutively, so each row's indices are shifted by the number of
+    # features of the rows before.
     indices: list[Tensor] = []
     grids: list[Grid] = []
     start = 0
@@ -119,7 +123,10 @@ def batch_images(rows: Sequence[Images], length: int, config: ModelConfig, devic
 
 
 def empty_images(tokens: Tensor, config: ModelConfig) -> Images:
-    """Return images of a batch without any, for a forward that must run the vision tower because other ranks do.
+    """Return the `Images` of a batch without images.
+
+    If other ranks run the vision tower in this forward, this rank must run it too, because its weights are gathered by
+    collectives.
 
     Args:
         tokens: Token ids of the batch, [B, S].

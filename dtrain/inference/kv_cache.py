@@ -40,12 +40,12 @@ class VarlenSegments(NamedTuple):
     """Segments of queries and keys in a call of variable-length attention, n of each.
 
     Attributes:
-        query_ends: Where each segment of queries begins, and where the last one ends, int32 [n + 1]. There may be
-            queries behind the last segment, which are not computed.
-        key_ends: The same of keys.
-        used: The number of keys at the beginning of each segment that are visible, int32 [n].
-        longest_query: Length of the longest segment of queries, or a larger number.
-        longest_key: The same of keys.
+        query_ends: Boundaries of the segments of queries, int32 [n + 1]: segment i has the queries from query_ends[i]
+            to query_ends[i + 1] (torch's cu_seq_q). Queries behind the last segment are not computed.
+        key_ends: Boundaries of the segments of keys, int32 [n + 1] (torch's cu_seq_k).
+        used: The number of visible keys at the beginning of each segment, int32 [n].
+        longest_query: Upper bound for the number of queries of a segment.
+        longest_key: Upper bound for the number of keys of a segment.
     """
 
     query_ends: Tensor
@@ -71,9 +71,9 @@ class SlotFlashAttention:
         Returns:
             The output [T, kv, hd], and the log-sum-exp of the scores [kv, T], float32.
         """
-        # The kernel decides how it splits the keys, and so may round depending on the number of rows, as matrix
-        # products of other layers do. FlashAttention-2 never splits here; FlashAttention-3 does, except for
-        # deterministic algorithms.
+        # FlashAttention-2 never splits the keys of a segment here. FlashAttention-3 does, unless torch uses
+        # deterministic algorithms, so its rounding may depend on the number of rows. The matrix products of other
+        # layers have the same property.
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
             out, lse = varlen_attn(
                 q,
@@ -106,7 +106,9 @@ def power_of_two(count: int) -> int:
 
 
 def rounded(count: int) -> int:
-    """Round up to one of four sizes between two powers of two, so that at most a quarter is too much.
+    """Round up to one of four sizes between two powers of two.
+
+    The sizes between 32 and 64 are 40, 48, 56 and 64, so the result is at most a quarter more than `count`.
 
     Example:
         >>> [rounded(count) for count in (7, 33, 47, 65)]
@@ -125,8 +127,8 @@ class KVSlot:
         index: Index in the pool.
         length: The number of positions that are filled.
         owner: The sequence, for rows.
-        rotary_shift: For prompts: added to the index of a later token to get its rotary position. Not 0 only if images
-            have fewer rotary positions than tokens.
+        rotary_shift: For prompts, the number to add to the index of a later token to get its rotary position. It
+            differs from 0 only if the prompt has images, which may have fewer rotary positions than tokens.
     """
 
     pool: "KVSlotPool"
@@ -165,7 +167,7 @@ class KVSlotPool:
         self._layers: list[tuple[Tensor, ...] | None] = [None] * len(max_positions)
 
     def take(self) -> KVSlot:
-        """Return a new slot."""
+        """Add an empty slot after the used ones and return it."""
         slot = KVSlot(self, len(self.slots))
         self.slots.append(slot)
         return slot
@@ -175,8 +177,12 @@ class KVSlotPool:
 
         Args:
             index: The layer.
-            k: Keys that are to be written, [.., kv, hd]; only its size, dtype and device count.
+            k: Keys that are to be written, [.., kv, hd]. Only their sizes, dtype and device are used, if the layer has
+                no memory yet.
             v: Values that are to be written, [.., kv, hd_v].
+
+        Returns:
+            Keys [slots, kv, n, hd] and values [slots, kv, n, hd_v], views of the pool's memory.
         """
         shapes = [(like.shape[-2], self.sizes[index], like.shape[-1]) for like in (k, v)]
         return self._allocate(index, shapes, (k, v))
@@ -186,7 +192,8 @@ class KVSlotPool:
 
         Args:
             index: The layer.
-            like: States that are to be written, [.., ..]; only their sizes, dtypes and devices count.
+            like: States that are to be written, [.., ..]. Only their sizes, dtypes and devices are used, if the layer
+                has no memory yet.
         """
         self._linear.add(index)
         return self._allocate(index, [tuple(state.shape[1:]) for state in like], like)
@@ -203,9 +210,9 @@ class KVSlotPool:
         needed = max(len(self.slots), self.min_slots)
         if stored is not None and stored[0].shape[0] >= needed:
             return stored
-        # Half as many again, so that memory is not copied for every new slot.
+        # Memory grows by half, so that it is not copied for every new slot.
         count = needed if stored is None else max(needed, stored[0].shape[0] * 3 // 2)
-        # Zeros, because a NaN in memory that is masked would still be a NaN after the product.
+        # Memory starts as zeros: attention multiplies masked positions by 0, and 0 times NaN would be NaN.
         grown = tuple(self._zeros(index, (count, *shape), tensor) for shape, tensor in zip(shapes, like, strict=True))
         if stored is not None:
             for new, old in zip(grown, stored, strict=True):
@@ -231,12 +238,12 @@ class KVSlotPool:
         return self.states(index, stored)
 
     def begin(self, targets: Sequence[int], source: "KVSlotPool", sources: Sequence[int]) -> None:
-        """Copy the states of linear attention from slots of another pool.
+        """Begin rows with the states of linear attention of their prompts, by copying them from another pool.
 
         Args:
-            targets: Indices of slots in this pool.
-            source: Pool of the slots that are copied.
-            sources: Indices of these, one per target.
+            targets: Indices of the rows' slots in this pool.
+            source: Pool of the prompts.
+            sources: Indices of the prompts' slots in `source`, one per target.
         """
         for layer in source._linear:
             stored = source._layers[layer]
@@ -281,9 +288,9 @@ class KVSlotPool:
     def release(self, gone: Sequence[KVSlot]) -> None:
         """Empty the slots `gone`.
 
-        The last used slots move to the emptied indices, so that used slots stay the first ones. For example, of the
-        slots 0 to 4, 1 and 3 are released. Then 2 stays, 4 moves to 1, and there are 3 slots. Unused memory is set to
-        zeros.
+        The last used slots move to the emptied indices, so that the used slots stay the first ones. For example, if
+        slots 1 and 3 of 0 to 4 are released, slot 4 moves to index 1, and the slots 0 to 2 are left. Unused memory is
+        set to zeros.
         """
         leaving = {slot.index for slot in gone}
         for slot in gone:
@@ -385,9 +392,9 @@ class KeyValues:
         return slot
 
     def grow(self) -> bool:
-        """Move rows whose slot is full to larger ones. Return whether there were any."""
+        """Move rows whose slot is full to slots of twice the capacity. Return whether any row has moved."""
         moved = False
-        # From the largest capacity on, so that no row is moved twice.
+        # Begin with the largest capacity: a row that has just moved is not looked at again.
         for capacity, pool in sorted(self.rows.items(), reverse=True):
             full = [slot for slot in pool.slots if slot.length == capacity]
             if full:
@@ -413,7 +420,8 @@ class KeyValues:
             is_for_prompts = pools is self.prompts
             by_position = set()
             for layer, window in enumerate(self.windows):
-                # Flash attention reads slots by position. In layers with a window, prompts are read by products.
+                # Flash attention needs the heads of a position next to each other. Prompts in layers with a window are
+                # read by matrix products instead, which need the positions of a head next to each other.
                 if self.flash is not None and not (is_for_prompts and window is not None):
                     by_position.add(layer)
             max_positions = self._prompt_positions if is_for_prompts else self.windows
@@ -476,9 +484,10 @@ def choose_budget(
 ) -> Budget:
     """Choose the budget of an engine.
 
-    Rows: a decoding step reads every weight once, so more rows cost little until the products are bound by arithmetic.
-    On a CPU this is at a few dozen rows, and more rows only push keys and values out of its caches. On a GPU it is at
-    some hundreds. Memory: that of `free_device_memory`, of which the states of linear attention take at most half.
+    The number of rows follows from arithmetic: a decoding step reads every weight once, so more rows cost little until
+    the products are bound by arithmetic. A CPU reaches this point at a few dozen rows, and more rows only push keys and
+    values out of its caches. A GPU reaches it at some hundreds of rows. The number of positions is the memory of
+    `free_device_memory` divided by the bytes of a position. States of linear attention get at most half of it.
 
     Args:
         model: The model.

@@ -59,9 +59,8 @@ class NativeEngine(RolloutEngine):
         decode: Decodes token ids to text. Needed only for stop texts.
         unshard: Whether FSDP's weights are gathered once for a full rollout. "auto": if they take at most half of the
             free memory.
-        steps: CUDA graphs, as in `Engine`. Not under tensor parallel. They are given up, with a note, if weights are
-        not
-            gathered once, or a rank finds an obstacle.
+        steps: CUDA graphs, as in `Engine`. Must be None under tensor parallel. The engine gives graphs up, with a note,
+            if the weights are not gathered once or a rank finds an obstacle.
         offloads: Whether the optimizer's state is in host memory during a rollout.
         say: Prints a note.
 
@@ -110,13 +109,14 @@ class NativeEngine(RolloutEngine):
             version: Not used.
 
         Raises:
-            UserError: On every rank, if a request is not valid. Other errors are raised on the rank where they occur,
-                for which the others wait.
-            Interrupted: If a rank was asked to stop.
+            UserError: On every rank, if a request is not valid. Any other error is raised only on the rank where it
+                occurs, while the other ranks wait in their next collective.
+            Interrupted: On every rank, if any rank was asked to stop.
 
         Collectives:
-            Those of the model. Under tp, one broadcast per sampled token. One all-reduce per forward if weights are
-            gathered layer by layer, or experts are distributed. And two small reductions and one all-gather of objects.
+            Those of the model. Under tp, one broadcast per decoding step. If weights are gathered layer by layer, or
+            experts are distributed, one all-reduce per forward. For each call, up to two small reductions and one
+            all-gather of objects.
         """
         if not requests:
             return []
@@ -185,7 +185,7 @@ class NativeEngine(RolloutEngine):
         return completions
 
     def _run_idle_forward(self, run_tower: bool) -> None:
-        """Run a forward of one token, for the weights or the experts that other ranks need."""
+        """Run a forward of one token, so that this rank takes part in the collectives of the other ranks' forwards."""
         store = KeyValues([None] * self.model.config.num_hidden_layers)
         token = torch.zeros((1, 1), dtype=torch.int64, device=self.device)
         images = empty_images(token, self.model.config) if run_tower else None
@@ -259,12 +259,12 @@ class NativeEngine(RolloutEngine):
 
 
 class _MeshPeers(Peers):
-    """The other ranks of a mesh.
+    """Coordination of an engine with the other ranks of a mesh.
 
     Args:
         mesh: The mesh.
         in_step: Whether every forward is collective over dp and cp, because it gathers weights or sends tokens to
-            experts, so that all these ranks must do the same number of forwards.
+            experts. All these ranks must then do the same number of forwards.
         should_stop: As in `NativeEngine.generate`.
     """
 
@@ -275,18 +275,26 @@ class _MeshPeers(Peers):
         self._first_rank_stops: Tensor | None = None  # the first tp rank's `should_stop` at the last token, [R]
 
     def before_forward(self, has_images: bool) -> None:
-        """Tell the other ranks that this one does a forward. One all-reduce if they are in step."""
+        """Announce a forward of this rank's own requests to the other ranks. One all-reduce if ranks are in step."""
         if self._in_step:
             self._count_working_ranks(is_working=True, has_images=has_images)
 
     def others_go_on(self) -> bool:
-        """Check whether this rank, which is done, must do another forward. One all-reduce if ranks are in step."""
+        """Check whether this rank, whose requests are done, must do another forward for the other ranks.
+
+        Collectives:
+            One all-reduce if ranks are in step.
+        """
         return self._in_step and self._count_working_ranks(is_working=False, has_images=False) > 0
 
     def agree(self, tokens: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the first tp rank's tokens, int64 [R], and logprobs, float64 [R]. One broadcast over tp.
+        """Return the first tp rank's tokens, int64 [R], and logprobs, float64 [R].
 
-        All tp ranks have the same logits, but on a GPU their sums may be rounded in another order.
+        All tp ranks have the same logits up to rounding. On a GPU, sums may be computed in another order on each rank,
+        so two ranks could sample different tokens.
+
+        Collectives:
+            One broadcast over tp, which also sends whether the first rank was asked to stop.
         """
         if self._tp.size() == 1:
             return tokens, logprobs
@@ -298,7 +306,7 @@ class _MeshPeers(Peers):
         return sampled[0].to(torch.int64), sampled[1]
 
     def should_stop(self) -> bool:
-        """Check whether to stop. Of a tp group, only the first rank's answer counts, which came with its tokens."""
+        """Check whether to stop. In a tp group only the first rank decides: `agree` has broadcast its decision."""
         if self._tp.size() > 1:
             return self._first_rank_stops is not None and bool(self._first_rank_stops.any())
         return self._should_stop is not None and self._should_stop()
@@ -312,7 +320,8 @@ class _MeshPeers(Peers):
         return num_working
 
 
-# Cost of reading a prompt's token, relative to sampling one: many are read in one product, and once per group.
+# Cost of reading one prompt token, relative to sampling one token. The tokens of a prompt are read in one matrix
+# product, and only once for all samples of the prompt.
 _READING_COST = 0.25
 # Largest load of a rank, relative to the mean, that is accepted before groups are divided further.
 _MAX_IMBALANCE = 1.1
@@ -321,9 +330,9 @@ _MAX_IMBALANCE = 1.1
 def distribute_requests(requests: Sequence[Request], ranks: int) -> list[list[int]]:
     """Distribute requests over ranks, so that all have about the same work.
 
-    Requests with equal prompts stay together, because they share the reading of the prompt. If that is too uneven,
-    these groups are divided into halves, quarters and so on. The work of a request is estimated by its
-    `max_new_tokens`, because nobody knows where it will stop.
+    Requests with equal prompts stay together, because they share the reading of the prompt. If the loads of the ranks
+    are too uneven, these groups are divided into halves, quarters and so on. The work of a request is estimated by its
+    `max_new_tokens`, because its length is not known in advance.
 
     Args:
         requests: The requests.

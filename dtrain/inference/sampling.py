@@ -1,13 +1,15 @@
 """Sampling of the next token, and the state of running sequences.
 
-Each row is sampled by its own settings and random numbers, so nothing that a row gets depends on the other rows. Every
-filter is a threshold on a row's probabilities, so the order of equal ones does not matter. A sample is one uniform
-number looked up in the row's cumulative distribution. Example with 4 tokens, top_p = 0.7 and the number 0.6:
+Each row is sampled with its own settings and random numbers, so its token does not depend on the other rows. Every
+filter is a threshold on a row's probabilities, so the order of equal probabilities does not matter. A sample is one
+uniform number looked up in the row's cumulative distribution. Example with 4 tokens, top_p = 0.7 and the number 0.6:
 
     probabilities            0.5   0.1   0.3   0.1
     top_p keeps              0.5         0.3             (0.5 alone does not reach 0.7, with 0.3 it does)
     cumulative               0.5   0.5   0.8   0.8
-    0.6 · 0.8 = 0.48 falls on token 0, whose log-probability is log(0.5 / 0.8)
+    scaled number            0.6 · 0.8 = 0.48            (0.8 is the probability of all kept tokens)
+    sampled                  token 0, the first one whose cumulative value is above 0.48
+    log-probability          log(0.5 / 0.8)
 
 Shapes: R rows, V vocabulary.
 """
@@ -26,10 +28,11 @@ from dtrain.base.torch_functions import cumsum
 from dtrain.inference.kv_cache import PromptKey, slot_size
 from dtrain.inference.request import Request, SamplingParams
 
-# Elements of the logits that are sampled at once: what a CPU's cache can store, and on a GPU a limit on copies.
+# Elements of the logits that are sampled at once. On a CPU they should fit into its cache. On a GPU the number limits
+# the memory of temporary copies.
 _ELEMENTS_PER_CHUNK = {"cpu": 2**20}
 _ELEMENTS_PER_CHUNK_ELSEWHERE = 2**27
-# Tokens whose probabilities are summed first when a number is looked up.
+# Size of the blocks of tokens that `sample_from_cdf` sums before it looks at single tokens.
 _BLOCK = 128
 # Logits divided by a smaller temperature may leave float32's range.
 _COLD_TEMPERATURE = 1e-3
@@ -94,7 +97,11 @@ class Sampler:
         self._chunks: list[_Chunk] = []
 
     def prepare(self, vocabulary: int) -> None:
-        """Copy the rows' settings to the device, for logits [R, vocabulary]. `sample` does so, too, if necessary."""
+        """Copy the rows' settings to the device, for logits [R, vocabulary].
+
+        `sample` calls this method if nobody has. A captured step calls it before the capture, because a graph cannot
+        contain copies from the host.
+        """
         max_elements = _ELEMENTS_PER_CHUNK.get(self._device.type, _ELEMENTS_PER_CHUNK_ELSEWHERE)
         rows = max(1, max_elements // vocabulary)
         self._chunks = []
@@ -116,8 +123,8 @@ class Sampler:
     def sample(self, logits: Tensor, num_sampled: Tensor) -> tuple[Tensor, Tensor]:
         """Sample a token for each row.
 
-        At temperature 0 this is the token with the highest probability, the first one of equals. Filters play no part
-        there, and its log-probability is that of the unchanged logits.
+        At temperature 0, the sample is the token with the highest probability, and the first one if several are equal.
+        Filters are ignored then, and the log-probability is that of the unchanged logits.
 
         Args:
             logits: [R, V].
@@ -241,7 +248,8 @@ def _sample(logits: Tensor, numbers: Tensor, chunk: _Chunk) -> tuple[Tensor, Ten
     if chunk.temperature is not None:
         temperature = chunk.temperature.to(scores.dtype).clamp(min=torch.finfo(scores.dtype).tiny)
         if chunk.is_cold:
-            # With the largest score at 0, the others may overflow to -inf, which is right, and none to inf.
+            # Dividing by a small temperature may overflow. If the largest score is moved to 0 first, scores can only
+            # overflow to -inf, whose probability 0 is right.
             scores = torch.where(temperature < _COLD_TEMPERATURE, scores - scores.amax(-1, keepdim=True), scores)
         scores = scores / temperature
     probabilities = scores.softmax(-1)
@@ -279,10 +287,9 @@ def filter_probabilities(
     Args:
         probabilities: [m, V].
         top_k: Keep the k highest, int64 [m]. 0: off.
-        top_p: Renormalised, keep the highest up to the one that reaches p, at least one (arXiv:1904.09751, section
-        3.1),
-            [m, 1].
-        min_p: Keep those with at least min_p times the highest (arXiv:2407.01082), [m, 1].
+        top_p: After renormalising, keep the most probable tokens up to the one whose cumulative probability reaches p,
+            at least one (arXiv:1904.09751, section 3.1), [m, 1].
+        min_p: Keep tokens with at least min_p times the highest probability (arXiv:2407.01082), [m, 1].
         max_top_k: The largest top_k.
 
     Returns:
@@ -304,7 +311,7 @@ def filter_probabilities(
         if probabilities.device.type == "cpu":
             threshold = _top_p_threshold(probabilities, top_p, needed, _TOP_P_CANDIDATES)
         else:
-            # Sorting is slow there, and checking whether the candidates are enough would wait for the device.
+            # On a GPU sorting is slow, and checking whether the candidates suffice would make the host wait.
             threshold = smallest_kept_value(probabilities, probabilities, needed)
         probabilities = probabilities.masked_fill((probabilities < threshold) & (top_p < 1.0), 0.0)
     if min_p is not None:
@@ -338,8 +345,8 @@ def _top_p_threshold(probabilities: Tensor, top_p: Tensor, needed: Tensor, num_c
 def sample_from_cdf(probabilities: Tensor, numbers: Tensor) -> Tensor:
     """Sample from distributions by inverting their cumulative distribution functions.
 
-    A token of probability 0 is never sampled. This takes two steps, first over blocks of tokens and then over the
-    tokens of one block, because a running sum over all V takes longer than the softmax.
+    A token of probability 0 is never sampled. The search takes two steps, first over blocks of 128 tokens and then over
+    the tokens of one block, because a cumulative sum over all V tokens takes longer than the softmax.
 
     Args:
         probabilities: [n, V], whose sum need not be 1.
@@ -383,7 +390,8 @@ def _invert_cdf(weights: Tensor, fraction: Tensor) -> tuple[Tensor, Tensor]:
     """
     sums = cumsum(weights, torch.float64)  # [n, m]
     total = sums[:, -1:]
-    # Always below the total, however the product is rounded. The first larger sum then belongs to a weight above 0.
+    # Rounding could make the product equal to the total. A target below the total guarantees that the first cumulative
+    # sum above the target belongs to a weight above 0.
     target = torch.minimum(fraction * total, torch.nextafter(total, torch.zeros_like(total)))
     index = torch.searchsorted(sums, target, right=True).clamp(max=weights.shape[1] - 1)
     upper = sums.gather(1, index)
@@ -392,10 +400,11 @@ def _invert_cdf(weights: Tensor, fraction: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class StopTexts:
-    """Search for stop texts in a completion, token by token. Nothing is encoded.
+    """Search for stop texts in a completion, token by token.
 
-    Several tokens may make one character. The text that a token adds is therefore the difference between two decodings
-    of the last few tokens. While it ends in an incomplete character (U+FFFD), it is decoded again with the next token.
+    Stop texts are compared as text, because a tokenizer may split the same text in several ways. Several tokens may
+    make one character, so the text that a token adds is the difference between two decodings of the last few tokens.
+    While that text ends in an incomplete character (U+FFFD), it is decoded again with the next token.
 
     Args:
         texts: The stop texts, at least one.
@@ -461,17 +470,17 @@ class RunningSequence:
 
     @property
     def capacity(self) -> int:
-        """Positions of the slot that its tokens need at most."""
+        """Capacity of a slot that has room for all tokens the request allows."""
         return slot_size(self.request.sampling.max_new_tokens)
 
     @property
     def has_all(self) -> bool:
-        """Whether all its tokens are sampled, though the host may not have read them."""
+        """Whether `max_new_tokens` tokens are sampled. The host may not have read all of them yet."""
         return self.num_sampled == self.request.sampling.max_new_tokens
 
     @property
     def has_ended(self) -> bool:
-        """Whether it needs no row any more."""
+        """Whether the sequence can leave its row: the completion has ended, or all allowed tokens are sampled."""
         return self.is_done or self.has_all
 
     def push(self, token: int, logprob: float) -> Literal["stop", "length"] | None:

@@ -1,18 +1,19 @@
 """Attention of decoding steps by torch's variable-length flash attention, on CUDA in half precision.
 
-Variable-length attention computes many segments in one call: the queries of a segment attend to the keys of the same
-segment. Here a segment of keys is a slot of a pool, of which only the first `used` keys are visible. Their number is on
-the device, so a step reads no more keys than there are, and its CUDA graph serves rows of any length.
+Variable-length attention computes many segments in one call: the queries of segment i attend to the keys of segment i.
+Here a segment of keys is one slot of a pool, and only its first `used` keys are visible. `used` is a tensor on the
+device. A step therefore reads only the visible keys, and one CUDA graph serves rows of any length.
 
 Example: 2 rows with 5 and 9 tokens in slots of 32 positions, continuing one prompt of 20 tokens in a slot of 32, with 4
 query heads per key head:
 
-    rows       queries 0-3 attend to slot 0, used 6; queries 4-7 to slot 1, used 10      (the new token is included)
-    prompts    queries 0-7 attend to slot 0, used 20: both rows in one segment, so the prompt's keys are read once
+    rows       segment 0: queries 0-3 (the heads of row 0) attend to slot 0, used 6      (5 tokens and the new one)
+               segment 1: queries 4-7 (the heads of row 1) attend to slot 1, used 10
+    prompts    segment 0: queries 0-7 (both rows) attend to slot 0, used 20, so the prompt's keys are read once
 
-The query heads of a key head are queries of a segment like the rows. Both results are merged by their log-sum-exp. In
-layers with a sliding window, part of a prompt may be hidden, and another part for each row. There, prompts are left to
-the matrix products of `Decode`.
+The 4 query heads that share a key head are 4 queries of a segment, as if they were 4 rows. The results for rows and
+prompts are merged by their log-sum-exp. In layers with a sliding window each row may see another part of its prompt,
+which `used` cannot express. In these layers `Decode` computes the attention to prompts by matrix products.
 
 `kv_cache.SlotFlashAttention` is the operation. Before it is used on a device, `choose_varlen_decode` compares a small
 step with the products of `cached_attention.Decode`.
@@ -32,9 +33,9 @@ from dtrain.inference.cached_attention import Decode, RowPart, concatenated, row
 from dtrain.inference.kv_cache import KeyValues, KVSlot, KVSlotPool, SlotFlashAttention, VarlenSegments, power_of_two
 from dtrain.models.common.config import ModelConfig
 
-# Cases of the check: length of each prompt and its number of rows.
+# Cases of the check: (length, number of rows) of each prompt.
 _CHECK_PROMPTS = ((1, 3), (37, 1), (130, 2), (25, 1))
-# Capacity of each row's slot, and its number of tokens.
+# Cases of the check: (capacity of the slot, number of tokens) of each row.
 _CHECK_ROWS = ((64, 0), (64, 1), (512, 130), (64, 62), (512, 400), (512, 70), (64, 33))
 # A window that hides some of these keys.
 _CHECK_WINDOW = 100
@@ -97,12 +98,13 @@ class VarlenDecode(Decode):
                 order += [0] * (_room(len(order)) - len(order))
                 longest = _room(longest)
             ends = list(accumulate(map(len, groups), initial=0))
-            # In one copy to the device, because the host waits for it.
+            # The three lists are copied to the device as one tensor, because the host waits for each copy.
             parts = self._index([*order, *ends, *used]).split([len(order), len(ends), len(used)])
             self._prompts.append(_Prompts(pool, parts[0], parts[1].int(), parts[2].int(), longest))
             start += len(order)
         for row in set(range(self.rows)).difference(places):
-            # Indices without a row read the result of any row. Results behind the last segment may be uninitialised.
+            # Indices without a row read the result of some row, because results behind the last segment may be
+            # uninitialised memory.
             result_index[row] = result_index[places[0]]
         self._varlen_result_index = self._index(result_index)  # [R]
         if any(window is not None for window in self._layer_of_window):
@@ -222,16 +224,17 @@ class VarlenDecode(Decode):
             capacity = prompts.pool.capacity
             longest = max(2, prompts.longest * rep)
             ends = torch.arange(len(prompts.used) + 1, dtype=torch.int32, device=self._device)
-            # Empty segments, which only a fixed step has, may be behind the last slot. They then have no keys.
+            # A fixed step is padded with empty segments. They may be more than the allocated slots, so their boundaries
+            # are clamped to the end of the memory, which leaves them without keys.
             ends = ends.clamp(max=len(prompts.pool.tensors()[0])) * capacity
             self._segments[key] = VarlenSegments(prompts.ends * rep, ends, prompts.used, longest, capacity)
         return self._segments[key]
 
 
 def _room(count: int) -> int:
-    """Return the room of a fixed step for `count` prompts, their rows, or the rows of one.
+    """Round up the number of prompts or rows in a fixed step.
 
-    Powers of two give few different shapes. Unused room takes next to no time.
+    Powers of two give few different shapes, and so few graphs. Padding takes next to no time.
     """
     return max(16, power_of_two(count))
 
@@ -248,16 +251,16 @@ def choose_varlen_decode(
         tp: The number of ranks that share the heads.
 
     Returns:
-        Flash attention, or None for matrix products. And a note on why products are used, which is empty if there is
-        nothing to choose.
+        (flash attention, or None for matrix products; a note on why products are used, or ""). The note is empty on
+        CPUs and for other dtypes, where matrix products are the only choice.
     """
     if device.type != "cuda" or dtype not in HALF:
         return None, ""
     shapes = config.attention_shapes(tp)
     for shape in shapes:
         if shape["value_dim"] != shape["head_dim"]:
-            # Rows in training are padded to one size. Here that would make the cache larger by half (heads of 192 and
-            # 128 elements).
+            # The kernel needs keys and values of one head size. Padding the values would make their part of the cache
+            # larger by half (for heads of 192 and 128 elements).
             keys, values = shape["head_dim"], shape["value_dim"]
             return None, f"decoding attends by products: heads have {keys} elements in keys and {values} in values"
     flash = SlotFlashAttention()

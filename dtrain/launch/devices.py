@@ -185,7 +185,7 @@ def start_device(device: "torch.device", rank_info: RankInfo) -> DeviceFacts:
 
 
 def resolve_device_type(requested: str, dtype: str, num_processes: int, environ: MutableMapping[str, str]) -> str:
-    """Return the device type of `num_processes` processes on this machine. Starts every CUDA device that they use.
+    """Choose the device type of `num_processes` processes on this machine, and start the CUDA devices that they need.
 
     Args:
         requested: `launch.device`: auto, cpu or cuda.
@@ -217,7 +217,8 @@ def find_device_problems(devices: Sequence[DeviceFacts], dtype: str, kernels: Se
     Args:
         devices: GPUs of all ranks.
         dtype: `train.dtype`.
-        kernels: Architectures that torch was built for, as of `torch.cuda.get_arch_list()`. None: those of this torch.
+        kernels: Architectures that torch was built for, as `torch.cuda.get_arch_list()` returns them. None: those of
+            the installed torch.
     """
     if kernels is None:
         import torch
@@ -227,7 +228,7 @@ def find_device_problems(devices: Sequence[DeviceFacts], dtype: str, kernels: Se
 
 
 def _unsupported(devices: Sequence[DeviceFacts], dtype: str, kernels: Sequence[str]) -> list[str]:
-    """Return the reasons why some of the devices cannot compute the run, once for each compute capability."""
+    """Return the reasons why devices cannot compute the run, each once per compute capability."""
     reasons = []
     by_capability = {device.capability: device for device in devices}
     for device in by_capability.values():

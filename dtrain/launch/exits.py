@@ -25,8 +25,8 @@ from dtrain.recipe import Recipe, redact
 
 # Signals within this time count as one: `timeout` and torchrun send a signal to a child whose group has received it.
 SAME_SECONDS = 1.0
-END_SECONDS = 5.0  # for the main thread to unwind after a second signal
-LOOK_SECONDS = 0.25
+END_SECONDS = 5.0  # time that the main thread gets to unwind after a second signal
+LOOK_SECONDS = 0.25  # time between checks for a second signal
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 LAUNCHER_GONE = 128 + signal.SIGTERM  # exit status of a worker whose launcher has ended
@@ -209,7 +209,7 @@ def log_file(recipe: Recipe, rank: int) -> Path:
 
 
 def newest_checkpoint(run: Path) -> str:
-    """Return a sentence that says where the same command would continue.
+    """Return a sentence about the checkpoint from which the same command would continue.
 
     Args:
         run: The run's directory.

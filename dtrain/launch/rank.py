@@ -97,9 +97,9 @@ class StartedPlan:
     """Sizes of a run that are known before the ranks meet.
 
     Attributes:
-        is_open: Whether the recipe leaves keys to `auto` that a plan decides.
-        sizing: Their values, if they need no plan. Only on rank 0.
-        planned: The plan, computed in a process of its own; None if there is none. Only on rank 0.
+        is_open: Whether the recipe has keys that are `auto` and that a plan decides.
+        sizing: The values of these keys, if they can be chosen without a plan. None on ranks other than 0.
+        planned: The plan, which another process computes. None without a plan, and on ranks other than 0.
     """
 
     is_open: bool
@@ -114,7 +114,8 @@ class ResolvedSizes:
     Attributes:
         recipe: The recipe without `auto` in the keys that a plan decides.
         lines: Lines to print about the decisions.
-        machine: The machine that they were made for, to be saved.
+        machine: Description of the machine that the sizes were chosen for. The run saves it in about.json, so that a
+            later start on the same machine can reuse the sizes.
     """
 
     recipe: Recipe
@@ -146,6 +147,9 @@ def run_rank(
         UserError: If memory ran out, or if another rank was lost (ServiceUnavailable).
         Exception: Whatever `job.train` raises.
     """
+    # The order of the steps matters. The plan is computed in a forked process, so it starts before CUDA and before the
+    # process group. Recipes are compared before rank 0 chooses values for `auto`, which would hide differences. Devices
+    # are checked through the store before NCCL starts, which could hang.
     set_threads(job.threads)
     with ExitStack() as stack:
         attempt = rank_info.attempt if rendezvous is None else rendezvous.attempt
@@ -178,9 +182,10 @@ def set_threads(threads: int | None) -> None:
 
 
 def resolve_compile(recipe: Recipe, device: "torch.device") -> tuple[Recipe, tuple[str, ...]]:
-    """Return the recipe with a value for `train.compile`, and a line that says why on CUDA.
+    """Replace `train.compile=auto` by a value, so that the plan and the trainer agree on it.
 
-    The plan and the trainer read the value, so both compile or neither.
+    Returns:
+        The recipe, and on CUDA a line about the choice and its reason.
     """
     if get_key(recipe, COMPILE) != AUTO:
         return recipe, ()
@@ -195,9 +200,10 @@ def resolve_compile(recipe: Recipe, device: "torch.device") -> tuple[Recipe, tup
 def start_plan(
     recipe: Recipe, job: RunJob, rank_info: RankInfo, device: "torch.device", stack: ExitStack
 ) -> StartedPlan:
-    """On rank 0, choose the sizes of a small run on CPUs, or start the plan in a process that `stack` ends.
+    """Choose sizes without a plan, or start to compute a plan in another process. Does neither on ranks other than 0.
 
-    The process is forked, so this has to come before the process group and before CUDA is started.
+    The process is forked, so this must be called before the process group and before CUDA are started. `stack` ends the
+    process.
     """
     import torch
 
@@ -327,7 +333,7 @@ def join_process_group(recipe: Recipe, rank_info: RankInfo, device: "torch.devic
 def show_failures(
     recipe: Recipe, rank_info: RankInfo, rendezvous: "RendezvousResult | None", terminal: int | None, stack: ExitStack
 ) -> None:
-    """Until `stack` closes, show the first failure of any rank once on each host, if ranks may be on several."""
+    """Show the first failure of any rank once on each host, until `stack` closes. Only if there is a rendezvous."""
     from dtrain.launch.rendezvous import first_failure_reported
 
     if rendezvous is not None:
@@ -378,7 +384,7 @@ def _find_device_problems(
     Args:
         recipe: The recipe.
         planned: The run's plan, or None.
-        seen: List to which the devices are appended.
+        seen: Receives the devices, so that rank 0 knows them after the check.
         devices: The devices of all ranks.
     """
     seen += devices
@@ -457,7 +463,11 @@ def with_auto_resume(recipe: Recipe) -> Recipe:
 
 @contextmanager
 def memory_errors(recipe: Recipe, rank_info: RankInfo, device: "torch.device") -> Iterator[None]:
-    """Turn an allocation that failed into an error with the peak and the keys that lower it."""
+    """Turn a failed allocation inside the block into OutOfMemory.
+
+    Raises:
+        OutOfMemory: With the peak, and the recipe keys that lower it.
+    """
     import torch
 
     try:
@@ -474,6 +484,7 @@ def memory_errors(recipe: Recipe, rank_info: RankInfo, device: "torch.device") -
 
 
 def _memory_advice(recipe: Recipe, rank_info: RankInfo, device: "torch.device", first: str) -> str:
+    """Return the message for a failed allocation, which ends with `first`, the first line of torch's error."""
     import torch
 
     from dtrain.training.metrics import memory_gib
@@ -500,7 +511,11 @@ def _memory_advice(recipe: Recipe, rank_info: RankInfo, device: "torch.device", 
 
 
 def open_log(recipe: Recipe, rank: int) -> int:
-    """Open the log of a rank in the run's directory; return its descriptor. Raises UserError."""
+    """Open the log of a rank in the run's directory and return its file descriptor.
+
+    Raises:
+        UserError: If the log cannot be written.
+    """
     path = log_file(recipe, rank)
     try:
         path.parent.resolve().mkdir(parents=True, exist_ok=True)  # the directory may be a link to a missing one
@@ -523,7 +538,8 @@ def check_recipes_agree(recipe: Recipe, rank_info: RankInfo, store: "dist.Store"
     key that another host sets, and a host whose recipe has no `auto` would not take part in it.
 
     Collectives:
-        Through `store`: every rank sets one key and reads two.
+        Through `store`: every rank reads rank 0's recipe, writes its own problem, and reads the result. Rank 0 reads
+        the problems of all ranks.
     """
     prefix = f"recipe of attempt {rank_info.attempt}"
     if rank_info.rank == 0:
@@ -543,7 +559,7 @@ def check_recipes_agree(recipe: Recipe, rank_info: RankInfo, store: "dist.Store"
 
 
 def _recipe_difference(recipe: Recipe, name: str, first_yaml: str, salt: str, first_digests: Mapping[str, str]) -> str:
-    """Describe how a recipe differs from rank 0's, with a line for each key. Return an empty text if it does not.
+    """Describe how a recipe differs from rank 0's, with a line for each key. Returns "" if the recipes are equal.
 
     Args:
         recipe: This rank's recipe.
@@ -592,7 +608,11 @@ def check_hosts_agree(recipe: Recipe) -> None:
 
 
 def _refuse_separate_directories(run: Path, ranks: "Ranks") -> None:
-    """Check that every rank sees a file that rank 0 writes. Collective."""
+    """Raise UserError, on every rank, if a rank does not see a file that rank 0 writes.
+
+    Collectives:
+        One broadcast from rank 0, and one all-gather of objects.
+    """
 
     def write() -> Path:
         run.resolve().mkdir(parents=True, exist_ok=True)

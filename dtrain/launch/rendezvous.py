@@ -49,7 +49,7 @@ from dtrain.recipe import Recipe
 T = TypeVar("T")
 
 MEET_SECONDS = 600.0  # timeout for the other ranks to arrive
-PROBLEM_SECONDS = 60.0  # the same, if this rank knows that the run cannot begin
+PROBLEM_SECONDS = 60.0  # shorter timeout for a rank that already knows that the run cannot begin
 NOTE_SECONDS = 60.0  # after this time a note says that the rank waits
 POLL_SECONDS = 0.1
 CLAIM_SECONDS = 1.0  # delay before a rank claims that it failed first, so that causes come before consequences
@@ -60,11 +60,11 @@ MAX_OPEN_FILES = 65536
 
 @dataclass(frozen=True)
 class RendezvousResult:
-    """The result of `meet`.
+    """The result of `join_rendezvous`.
 
     Attributes:
         store: A store to which only the ranks of this start write.
-        attempt: The largest number of restarts of a rank.
+        attempt: The largest number of restarts that any rank reports.
     """
 
     store: dist.Store
@@ -72,16 +72,22 @@ class RendezvousResult:
 
 
 def join_rendezvous(rank_info: RankInfo, stop: StopFlag, problem: str | None = None) -> RendezvousResult:
-    """Wait for the other ranks. Collective over all ranks, through the store.
+    """Wait for the other ranks.
 
     Args:
         rank_info: This rank.
         stop: Set by a stop signal.
         problem: A reason why the run cannot begin. None if this rank knows of none.
 
+    Returns:
+        The store of this start, and the number of restarts.
+
     Raises:
         UserError: On every rank, if any rank has a problem, or if the ranks do not find each other.
         StoppedAtStart: If a stop signal arrived meanwhile.
+
+    Collectives:
+        Through the store, over all ranks.
     """
     host, port = rank_info.master
     seconds = MEET_SECONDS if problem is None else PROBLEM_SECONDS
@@ -113,7 +119,17 @@ def raise_on_all_ranks(rank_info: RankInfo, problem: UserError) -> NoReturn:
 
 
 def _run_interruptibly(function: Callable[[], T], stop: StopFlag, seconds: float, where: str) -> T:
-    """Run `function` in a thread, because it waits inside torch, where Python's signal handlers do not run."""
+    """Run `function` in a thread, and raise StoppedAtStart if a stop signal arrives before it ends.
+
+    The function waits inside torch, where Python's signal handlers do not run. In a thread of its own it does not block
+    the main thread, which handles signals.
+
+    Args:
+        function: The function.
+        stop: Set by a stop signal.
+        seconds: Time after which the function itself gives up.
+        where: Address of the store, for a note.
+    """
     began = time.monotonic()
     is_noted = False
     result = _in_thread(function)
@@ -144,7 +160,12 @@ def _in_thread(function: Callable[[], T]) -> Future[T]:
 
 
 def _exchange_entries(rank_info: RankInfo, problem: str | None, seconds: float) -> RendezvousResult:
-    """Exchange entries through the store. Rank 0 reads all entries and writes the outcome."""
+    """Exchange entries through the store.
+
+    Collectives:
+        Through the store: every rank writes its entry and reads the outcome. Rank 0 reads all entries and writes the
+        outcome.
+    """
     store = _open_store(rank_info, seconds)
     store = dist.PrefixStore(_token(rank_info, store, seconds), store)
     entry = {"host": socket.gethostname(), "attempt": rank_info.attempt, "problem": problem}
@@ -298,8 +319,8 @@ def first_failure_reported(
 ) -> Iterator[None]:
     """Show the first failure of all ranks once on each host, with its rank and host.
 
-    If a rank fails inside, the others lose their connections to it. They raise Unavailable with the reason of the first
-    failure, which they read from the store.
+    If a rank fails inside the block, the other ranks lose their connections to it. They raise ServiceUnavailable with
+    the reason of the first failure, which they read from the store.
 
     Args:
         rank_info: This rank.
@@ -349,9 +370,15 @@ def _claim_delay(rank_info: RankInfo, error: BaseException, lost: str | None) ->
 
 
 def _first_failure(store: dist.Store, own_failure: str, delay: float) -> str:
-    """Return the first failure that was written to the store: `own_failure` if no other rank was earlier."""
+    """Write `own_failure` to the store if no rank has written a failure yet. Return the failure that is stored.
+
+    Args:
+        store: The store of the rendezvous.
+        own_failure: Description of this rank's failure. It is returned if the store is not reachable any more.
+        delay: Seconds to wait before writing.
+    """
     time.sleep(delay)
-    # Writes `own_failure` only if there is no failure yet, and returns the failure that is stored then.
+    # compare_set with "" as the expected value writes only if the key does not exist, and returns the stored value.
     claim = _in_thread(partial(store.compare_set, "failure", "", own_failure))
     with suppress(dist.DistError, RuntimeError):  # the store is gone if its host is the one that failed
         if wait([claim], STORE_SECONDS).done:

@@ -71,8 +71,8 @@ def validate(recipe: str | Path | Mapping, overrides: Sequence[str] = (), world_
     Args:
         recipe: File, name or content of the recipe.
         overrides: Changes such as "optimizer.lr=1e-5".
-        world_size: Number of ranks of a world that may be elsewhere, so the devices of this machine are not checked.
-            None: `launch.nproc` processes on this machine.
+        world_size: Number of ranks of a run that may be on other machines. The devices of this machine are then not
+            checked. None: `launch.nproc` processes on this machine.
 
     Returns:
         Lines that describe the run.
@@ -128,7 +128,11 @@ def _start(recipe: Recipe, rank_info: RankInfo | None, train: Train | None, plan
 
 
 def _with_checked_model(recipe: Recipe, world_size: int) -> Recipe:
-    """Return a recipe without problems whose model is on this machine. Downloads the model if necessary."""
+    """Check a recipe, and download its model if necessary. Return the recipe with the path of the local model.
+
+    Raises:
+        RecipeError: With all problems of the recipe.
+    """
     recipe = with_local_model(recipe)
     problems = preflight(recipe, world_size)
     if not problems and missing_problems(recipe):
@@ -140,7 +144,10 @@ def _with_checked_model(recipe: Recipe, world_size: int) -> Recipe:
 
 
 def _print_imported_code(recipe: Recipe, is_printed: bool) -> None:
-    """Print the code that the recipe makes this run import, and notes. A recipe may come from anyone."""
+    """Print the user code that the recipe makes this run import, and notes.
+
+    A recipe may come from a stranger, so the user should see which code it runs.
+    """
     lines = named_code(RunInputs.of(recipe, World(1)))
     if lines:
         sys.path[:] = import_search_path()
