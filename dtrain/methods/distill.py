@@ -130,7 +130,7 @@ class DistillMethod(Method):
         return [("distill.teacher", self.section.teacher)] if self.section.teacher else []
 
     def check_state(self, state: Mapping[str, Any], changed: Sequence[str] = ()) -> None:
-        """Raise UserError if the checkpoint was saved with the other value of `distill.samples`, too."""
+        """Raise UserError if a resume would change `distill.samples`, besides the reasons of `Method.check_state`."""
         saved = "student" if "rollout" in state else "data"
         if saved != self.section.samples:
             raise UserError(
@@ -144,8 +144,8 @@ class DistillMethod(Method):
         self.attach_models(policy, run.other_models)
 
     def attach_models(self, policy: Policy, others: Mapping[str, ModelDirectory]) -> AttachedModels:
-        """Override `Method.attach_models`: the teacher."""
-        if self.section.teacher is None:  # the recipe is refused
+        """Build the teacher. Arguments, errors and collectives are those of `Method.attach_models`."""
+        if self.section.teacher is None:  # `missing` reports it
             return AttachedModels()
         self.teacher = Teacher(policy, self.section.teacher)
         return AttachedModels(teacher=self.teacher)
@@ -158,7 +158,7 @@ class DistillMethod(Method):
 
     @property
     def _options(self) -> dict[str, Any]:
-        """Keyword arguments of the divergence's functions."""
+        """Keyword arguments that the loss functions of `losses.head` need for the recipe's divergence."""
         section = self.section
         forward_shares = {
             "forward": 1.0,
@@ -179,9 +179,11 @@ class DistillMethod(Method):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute the loss of a micro-batch.
 
+        Arguments are those of `Method.loss`.
+
         Returns:
-            This micro-batch's part of the loss. And scalars: "kl", the sum of the divergence, "trained", the number of
-            trained tokens, and those of `divergences`.
+            This micro-batch's part of the loss, a scalar. Totals over its trained tokens, scalars: "kl" (the
+            divergence), "trained" (number of tokens), and the totals that `divergences` reads.
         """
         index = batch["label_index"]
         if self.section.top_k is None:
@@ -193,7 +195,18 @@ class DistillMethod(Method):
         return total * self.section.temperature**2 / global_tokens, measured
 
     def _full_kl(self, source: LogprobSource, index: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the divergence over the full vocabulary, summed over the tokens `index`, and its two directions."""
+        """Compute the divergence over the full vocabulary, summed over the positions `index`.
+
+        Args:
+            source: The student's side of the micro-batch.
+            index: Flat positions of the trained tokens, [T].
+
+        Returns:
+            The divergence that the recipe selects, a scalar, and the KL in each direction, by metric.
+
+        Collectives:
+            Those of the teacher's forward and of `kl_sum_from_hidden_states`.
+        """
         student, shard, options = source.head_input, source.shard, self._options
         total, forward, reverse = self.teacher.run_at_head(
             source.inputs, lambda teacher: kl_sum_from_hidden_states(student, teacher, index, shard=shard, **options)
@@ -201,7 +214,19 @@ class DistillMethod(Method):
         return total, {"forward_kl": forward, "reverse_kl": reverse}
 
     def _topk_kl(self, source: LogprobSource, index: Tensor, k: int) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the divergence over the teacher's top k, summed over tokens, and the student's mass in it."""
+        """Compute the divergence over the teacher's k most probable tokens, summed over the positions `index`.
+
+        Args:
+            source: The student's side of the micro-batch.
+            index: Flat positions of the trained tokens, [T].
+            k: `distill.top_k`.
+
+        Returns:
+            The divergence, a scalar, and the student's probability of the teacher's top k, summed over the positions.
+
+        Collectives:
+            Those of the teacher's forward and of the functions of `losses.head.topk`.
+        """
         logits, ids = self.teacher.run_at_head(
             source.inputs, lambda teacher: topk_logits_from_hidden_states(teacher, k, index, shard=source.shard)
         )
@@ -222,7 +247,8 @@ class DistillMethod(Method):
     def divergences(self, totals: Mapping[str, float]) -> dict[str, float]:
         """Return means over the trained tokens, at the recipe's temperature.
 
-        These are the KL in each direction, or with `top_k` the student's probability of the teacher's top k.
+        The metrics are the KL in each direction, or with `distill.top_k` the student's probability of the teacher's top
+        k. `val_metrics` reports the same values.
         """
         metrics = {}
         for name in ("forward_kl", "reverse_kl", "topk_mass"):

@@ -2,8 +2,8 @@
 
 The loss of a pair is a function of the summed log-probabilities of its two completions, under the policy and in most
 losses under a reference (`losses.preference`). The mean is over all pairs of the global batch, whatever the
-micro-batches and the mesh. In a batch, the two documents of a pair are neighbours, the chosen one first: two rows, or
-two documents of a packed row.
+micro-batches and the mesh. In a batch, the two documents of a pair are consecutive: first the chosen, then the rejected
+one. They are two rows, or two documents of a packed row.
 
 Most losses look at one pair at a time, so micro-batches compute them one after another. Some compare the pairs of the
 batch with each other. Their gradient is computed in two passes (`DpoMethod._prepare_whole_batch`):
@@ -136,7 +136,7 @@ class PairTotals(NamedTuple):
 
     @staticmethod
     def streams(batch: Batch, logprobs: Tensor, log_p2: Tensor | None = None) -> Tensor:
-        """Return the streams whose totals by document `of` reads.
+        """Stack the values per token whose totals by document are the argument of `of`.
 
         Args:
             batch: The batch. Without `token_weights`, every weight is 1. Without `reference_logprobs`, they are 0.
@@ -144,7 +144,8 @@ class PairTotals(NamedTuple):
             log_p2: log Σ p² at each label, for WPO, [B, S].
 
         Returns:
-            [4, B, S], or [5, B, S] with `log_p2`.
+            [4, B, S]: weighted log p under the policy, weighted log p under the reference, 1 at labels and 0 elsewhere,
+            and log p under the policy without weights. With `log_p2` [5, B, S], whose last entry is log p − log Σ p².
         """
         weights = torch.ones_like(logprobs)
         if "token_weights" in batch:
@@ -160,11 +161,11 @@ class PairTotals(NamedTuple):
 
     @classmethod
     def of(cls, totals: Tensor) -> "PairTotals":
-        """Return the totals of pairs.
+        """Arrange totals by document as totals by pair.
 
         Args:
-            totals: Totals of `streams` by document, [4 or 5, documents]. The chosen and the rejected document of a pair
-                are next to each other.
+            totals: Totals of `streams` by document, [4 or 5, documents], where documents 2i and 2i + 1 are the chosen
+                and the rejected completion of pair i.
         """
         by_pair = totals.unflatten(1, (-1, 2)).transpose(1, 2)  # [4 or 5, 2, pairs]
         policy, reference, lengths, unweighted = by_pair[:4]
@@ -247,7 +248,7 @@ class Objective:
         return lengths | self._options
 
     def measure(self, totals: PairTotals, losses: Tensor) -> dict[str, Tensor]:
-        """Return scalars, added up over the pairs, from which the metrics are computed.
+        """Return totals over the pairs, from which the metrics are computed.
 
         Args:
             totals: Totals of the pairs.
@@ -342,7 +343,7 @@ class DpoMethod(MethodWithReference):
         return None
 
     def needs_reference(self) -> bool:
-        """Check whether a loss of the list compares with a reference, and there is one."""
+        """Check whether one of the losses reads a reference, and the recipe has a reference."""
         is_read = any(LOSSES[name].needs_reference for name in self.section.losses if name in LOSSES)
         return is_read and self.section.reference not in (None, "none")
 
@@ -350,7 +351,14 @@ class DpoMethod(MethodWithReference):
         return self.needs_reference() and not self.section.precompute
 
     def begin(self, policy: Policy, splits: Mapping[str, Rows], run: RunContext) -> None:
-        """Build the reference, or with `dpo.precompute` the tables of its scores, after which it is dropped."""
+        """Build the reference.
+
+        With `dpo.precompute` the tables of its scores are read or computed, and the reference is freed afterwards.
+        Arguments are those of `Method.begin`.
+
+        Collectives:
+            Those of building the reference, or with `dpo.precompute` those of `reference_table` for each split.
+        """
         if not self.needs_reference():
             return
         if not self.section.precompute:
@@ -371,11 +379,14 @@ class DpoMethod(MethodWithReference):
         return batch
 
     def prepare(self, policy: Policy, batch: Batch) -> tuple[Batch, Loss]:
-        """Compute the reference's log-probabilities and, for losses over the batch, those of the policy.
+        """Compute everything that the loss reads besides this micro-batch's log-probabilities under the policy.
+
+        This is the reference's log-probabilities, with an SFT term the number of chosen tokens in the global batch, and
+        for losses that compare pairs the first of two passes (see the module).
 
         Collectives:
-            Those of one forward of the reference, and for losses over the batch one of the policy and a gather over dp.
-            With an SFT term one all-reduce over dp.
+            Those of a forward of the reference. With an SFT term, one all-reduce over dp. For losses that compare
+            pairs, also those of a forward of the policy and a gather over dp.
         """
         batch = dict(batch)
         if self.section.ld_alpha is not None:
@@ -423,7 +434,16 @@ class DpoMethod(MethodWithReference):
         return source.count_once(total), {name: source.count_once(value.detach()) for name, value in measured.items()}
 
     def _prepare_whole_batch(self, policy: Policy, batch: Batch, chosen_tokens: Tensor) -> tuple[Batch, Loss]:
-        """Return the batch and the loss of the second pass, for losses that compare pairs (see the module)."""
+        """Compute the first pass, and return the batch and the loss of the second pass (see the module).
+
+        Args:
+            policy: The policy.
+            batch: This dp rank's batch, with the reference's log-probabilities.
+            chosen_tokens: Labels of chosen completions in the global batch, a scalar.
+
+        Collectives:
+            Those of a forward of the policy, and two all-gathers over dp.
+        """
         # First pass: totals of all documents in the global batch, and the derivatives of the loss by these.
         logprobs = policy.logprobs(batch, self.micro_rows)
         streams = PairTotals.streams(batch, logprobs)  # [4, n, S]
@@ -443,8 +463,9 @@ class DpoMethod(MethodWithReference):
 
         def loss(source: LogprobSource, batch: Batch, global_seqs: Tensor, global_tokens: Tensor):
             weighted = source.weighted_sum(batch["token_weights"])
-            # The values are those of the global batch, and each micro-batch reports a part of them, in float64: in
-            # float32 the parts of 5 pairs would not add up to 5.
+            # The first pass has computed loss and metrics of the global batch. Each micro-batch reports its share of
+            # them, so that the sum over micro-batches and ranks is right. The shares are float64, because in float32
+            # they would not add up exactly: the count of 5 pairs would not be 5 again.
             part = source.num_documents / global_seqs.double()
             value = source.count_once(total.to(part.device, non_blocking=True) * part)
             parts = {}
@@ -485,9 +506,19 @@ def loss_problems(
     f_divergence: str = "reverse_kl",
     options: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[Problem]:
-    """Check the losses of a `dpo` section.
+    """Check the losses of a `dpo` section and their options.
 
-    Every option has to be read by at least one loss of the list, and a divergence other than reverse_kl by all of them.
+    Each option that differs from its default must be read by at least one of the losses. A divergence other than
+    reverse_kl must be read by all of them.
+
+    Args:
+        names: `dpo.loss`, a name or a list of names.
+        loss_weights: `dpo.loss_weights`.
+        has_reference: Whether the recipe has a reference.
+        beta: `dpo.beta`.
+        label_smoothing: `dpo.label_smoothing`.
+        f_divergence: `dpo.f_divergence`.
+        options: `dpo.kwargs`.
     """
     names = [names] if isinstance(names, str) else list(names)
     if not names:
@@ -517,7 +548,7 @@ def reference_table(
     identities: Mapping[str, str],
     ld_alpha: float | None,
 ) -> Tensor:
-    """Return the table of `rows`' pairs, from the file next to their cache, or compute and write it.
+    """Return the reference's scores of all pairs, from the file next to their cache, or compute and write them.
 
     Args:
         method: Builds the reference if the policy has none and the table has to be computed.
@@ -527,10 +558,11 @@ def reference_table(
         ld_alpha: Length desensitisation of the token weights (`dpo.ld_alpha`). None: every weight is 1.
 
     Returns:
-        Sums of the reference's log-probabilities of the chosen and the rejected completion, float64 [pairs, 2].
+        Σ weight · log p of the chosen and of the rejected completion under the reference, float64 [pairs, 2].
 
     Collectives:
-        One gather of objects; if the table is computed, those of the forwards and one all-reduce over dp.
+        One all-gather of objects over all ranks. If the table is computed, also those of building the reference and of
+        its forwards, and one all-reduce over dp.
     """
     depends_on = [identities["dpo.reference"], identities["model.config"], str(policy.precision.compute)]
     name = f"reference-{digest([*depends_on, ld_alpha])[:16]}.bin"
@@ -562,7 +594,7 @@ def reference_table(
 
 
 def _read_table(file: Path, size: int) -> bytearray | None:
-    """Return the table's `size` bytes of a file that ends with their SHA-256. None if it is missing or incomplete."""
+    """Read a table of `size` bytes, which are followed by their SHA-256. None if the file is missing or incomplete."""
     if not file.is_file() or file.stat().st_size != size + hashlib.sha256().digest_size:
         return None
     content = bytearray(file.read_bytes())
@@ -573,7 +605,10 @@ def _read_table(file: Path, size: int) -> bytearray | None:
 def _score_pairs(
     method: MethodWithReference, policy: Policy, rows: Rows, samples: range, table: Tensor, ld_alpha: float | None
 ) -> None:
-    """Score this dp rank's part of the pairs `samples`, and write the results to their rows of `table`."""
+    """Score this dp rank's part of the pairs `samples`, and write the results to their rows of `table`.
+
+    The collectives are those of the model's forwards. All ranks call this, also those without a pair.
+    """
     bins: list[list[int]] = []  # the samples of each row
     if rows.packing:
         lengths = rows.samples.lengths(torch.arange(samples.start, samples.stop)).tolist()
@@ -597,13 +632,22 @@ def _score_pairs(
 
 
 def at_first_labels(batch: Batch, totals: Tensor) -> Tensor:
-    """Return a stream [n, S] with the given totals by document, whose values are at each document's first label.
+    """Place each document's total at its first label, and 0 at all other tokens.
 
-    So known totals can be used in place of a stream with a value per token. Every token weight must be 1.
+    The sum over a document's tokens is then its total. So totals that were computed before can replace the stream
+    `reference_logprobs`. Token weights do not change them, because the weight at a first label is 1.
 
     Args:
         batch: The batch.
         totals: Total of each document, [documents].
+
+    Returns:
+        float64 [n, S].
+
+    Example:
+        >>> batch = {"labels": torch.tensor([[-100, 5, 6, -100, 7]]), "seq_ids": torch.tensor([[0, 0, 0, 1, 1]])}
+        >>> at_first_labels(batch, torch.tensor([-3.0, -4.0], dtype=torch.float64))
+        tensor([[ 0., -3.,  0.,  0., -4.]], dtype=torch.float64)
     """
     labelled = (batch["labels"] != IGNORE_INDEX).flatten().nonzero().squeeze(1)
     document_of_label = document_ids(batch).flatten()[labelled]

@@ -111,7 +111,10 @@ class KtoMethod(MethodWithReference):
                 )
 
     def begin(self, policy: Policy, splits: Mapping[str, Rows], run: RunContext) -> None:
-        """Build the reference, and report if the training data seem to have replies of one kind only."""
+        """Build the reference, and print a note if all replies that are checked are wanted, or all unwanted.
+
+        Arguments and collectives are those of `Method.begin`.
+        """
         if "train" in splits:
             samples = splits["train"].samples
             step = -(-len(samples) // MAX_CHECKED_REPLIES)  # rounded up
@@ -125,7 +128,7 @@ class KtoMethod(MethodWithReference):
         self.attach_models(policy, run.other_models)
 
     def batch(self, rows: GlobalBatch, split: str = "train") -> Batch:
-        """Return the rows, followed by a mismatched document for each, with the stream `desirable`."""
+        """Return the rows followed by a mismatched document for each of their samples, with the stream `desirable`."""
         split_rows = self._splits[split]
         mismatched: list[tuple[Tensor, Tensor]] = []
         if self._needs_divergence:
@@ -165,23 +168,26 @@ class KtoMethod(MethodWithReference):
         """Compute the reference's log-probabilities, and the estimate of the divergence.
 
         Collectives:
-            Those of two forwards of the reference and one of the policy. One all-reduce over dp.
+            Those of one forward of the reference, and one all-reduce over dp. With `kto.loss=kto` also those of a
+            forward of the reference and a forward of the policy over the mismatched documents.
         """
         trained, mismatched = _split_mismatched(batch)
         log_ratio = self._score(policy, trained=trained, mismatched=mismatched)
         return trained, self._loss_at(policy, self._divergence(policy, log_ratio))
 
     def _loss_at(self, policy: Policy, divergence: Tensor) -> Loss:
-        """Return the loss for a divergence."""
+        """Return `loss` with its argument `divergence` set, on the policy's device."""
         return partial(self.loss, divergence=divergence.to(policy.device, non_blocking=True))
 
     def _score(self, policy: Policy, *, trained: Batch | None = None, mismatched: Batch | None = None) -> Tensor:
-        """Run the reference once over both batches.
+        """Score both batches with the reference, and the mismatched one with the policy too.
+
+        Both are scored in one call because swapping in the reference's weights takes time.
 
         Args:
             policy: The policy, with the reference.
-            trained: Gets the stream `reference_logprobs`. None: not scored.
-            mismatched: Mismatched documents. None: not scored.
+            trained: The trained rows, to which the stream `reference_logprobs` is added. None: not scored.
+            mismatched: The mismatched documents. None: not scored. `kto.loss=apo_zero_unpaired` never scores them.
 
         Returns:
             Σ log(p / p_ref) over this rank's mismatched replies, and their number, [2]. Zeros if there are none.
@@ -199,11 +205,17 @@ class KtoMethod(MethodWithReference):
         return log_ratio
 
     def _divergence(self, policy: Policy, log_ratio: Tensor) -> Tensor:
-        """Return the estimate of KL(p || p_ref), at least 0, a scalar. One all-reduce over dp.
+        """Estimate KL(p || p_ref) over the mismatched replies of all ranks.
 
         Args:
             policy: The policy, for its mesh.
-            log_ratio: This rank's result of `_score`, [2].
+            log_ratio: This rank's result of `_score`, [2]; overwritten.
+
+        Returns:
+            The estimate, a scalar, at least 0.
+
+        Collectives:
+            One all-reduce over dp.
         """
         total, count = all_reduce(log_ratio, policy.mesh.dp)
         return (total / count.clamp(min=1)).clamp(min=0)
@@ -252,7 +264,11 @@ class KtoMethod(MethodWithReference):
         return total, {name: source.count_once(value.detach()) for name, value in measured.items()}
 
     def validation(self, policy: Policy, rows: Rows) -> Iterator[tuple[Batch, Loss]]:
-        """Yield batches with one estimate of the divergence over all `rows`, for which they are read twice."""
+        """Yield the validation batches with their loss.
+
+        The divergence is estimated once, over all `rows`. So all batches are read twice: first for the estimate, then
+        for the loss.
+        """
         log_ratio = torch.zeros(2, dtype=torch.float64)
         if self._needs_divergence:
             for batch in self.val_batches(policy, rows):
@@ -265,7 +281,10 @@ class KtoMethod(MethodWithReference):
             yield trained, loss
 
     def train_metrics(self, totals: Mapping[str, float]) -> dict[str, float]:
-        """Return means over wanted replies (`.._chosen`) and unwanted ones (`.._rejected`), if there are any."""
+        """Return means over the wanted replies (`rewards_chosen`, ..) and the unwanted ones (`rewards_rejected`, ..).
+
+        Metrics of a kind without replies are left out.
+        """
         metrics = {}
         for quantity in ("rewards", "logps"):
             for kind in ("chosen", "rejected"):
@@ -299,7 +318,7 @@ def _reply_start(trained: Tensor) -> int:
 
 
 def _split_mismatched(batch: Batch) -> tuple[Batch, Batch]:
-    """Return the rows that are trained, and the mismatched ones."""
+    """Split a batch into the trained rows and the mismatched rows, each with its own width."""
     is_trained = (batch["desirable"] != 0).any(1)
     trained = {name: stream[is_trained] for name, stream in batch.items()}
     mismatched = {name: stream[~is_trained] for name, stream in batch.items()}

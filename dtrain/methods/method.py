@@ -139,7 +139,7 @@ class BatchSource:
         return -(-num_rows // self.recipe.train.num_batch_rows)  # rounded up
 
     def batches(self, policy: Policy, rows: Rows, cursor: Cursor) -> Iterator[GlobalBatch]:
-        """Return this dp rank's rows of every step from `cursor` on, each with the cursor of the following step."""
+        """Yield this dp rank's rows of every step from `cursor` on, each with the cursor of the following step."""
         return iter(self.build_batches(policy, rows, cursor=cursor, num_workers=self.recipe.data.num_workers))
 
     def build_batches(self, policy: Policy, rows: Rows, **options: Any) -> Batches:
@@ -166,7 +166,7 @@ class BatchSource:
         return collate_with_images(rows.rows) if has_images else collate(rows.rows)
 
     def after_step(self, step: int) -> None:
-        """Do nothing. Called after each optimizer step."""
+        """Update the source after an optimizer step. The rows of data files need no update."""
 
     def state(self) -> dict[str, Any]:
         """Return the state to save, as JSON."""
@@ -194,24 +194,25 @@ class NoKeys:
 
 
 class Method:
-    """Base class of methods: which data, which loss, which metrics. It knows no meshes, files or processes.
+    """Base class of methods: which data, which loss, which metrics. A method knows no meshes, files or processes.
 
-    Before a run, its methods answer what checking a recipe, the preview, a plan and the start of a run must know. In a
-    run, it turns rows into a batch, a batch into a loss, and totals of the loss into metrics (see the module).
+    Before a run, a method returns facts that the checks of a recipe, the preview, a plan and the start of a run need.
+    During a run, it turns rows into a batch, a batch into a loss, and totals of the loss into metrics (see the module).
 
-    It is also created for recipes that were not checked yet. Its constructor must therefore neither fail nor take long.
+    A method is also built for recipes that were not checked yet. Its constructor must therefore neither fail nor take
+    long.
 
-    State that a resumed run needs goes through these methods. A method without state does not override them.
+    A method with state that a resumed run needs overrides these four functions:
 
-        state()             JSON values, the same on every rank
-        tensors()           tensors by name: plain tensors (the same on every rank), DTensors, or a
-                            `checkpoint.dcp.shards.Piece` of a tensor that is distributed over the ranks. All ranks
-                            return the same names
+        state()             returns JSON values, the same on every rank
+        tensors()           returns tensors by name. Each is a plain tensor (the same on every rank), a DTensor, or a
+                            `checkpoint.dcp.shards.TensorShard` of a tensor that is distributed over the ranks. All
+                            ranks return the same names
         check_state(state)  raises UserError if this method with this recipe cannot continue from a saved `state`.
                             `dtrain validate` calls it, too
-        load(state)         called on a resume, before the first step. Takes back a saved `state` and allocates tensors,
-                            so that `tensors()` returns tensors of the saved sizes. These are then filled in place. On
-                            another world size, ranks may ask for other pieces than were saved
+        load(state)         restores a saved `state` on a resume, before the first step. It also allocates tensors, so
+                            that `tensors()` returns tensors of the saved sizes, which are then filled in place. On
+                            another world size, the shards of a rank may differ from those that were saved
 
     Attributes:
         Section: Dataclass of the method's keys, which a recipe has under the method's name.
@@ -219,13 +220,14 @@ class Method:
         about: Description of the method, such as "supervised fine-tuning".
         kind: What a sample of the data is: "examples", "pairs", "labelled" (replies that are wanted or not) or
             "prompts".
-        measures: Metrics of the method, next to those that all methods have (training/metrics/records.py).
-        curves: Metrics that show what was learned, with names for a reader.
+        measures: Metrics of the method, besides the metrics of all methods (training/metrics/records.py).
+        curves: Metrics that show what was learned, with their titles.
         best: Keys of `recipe.schema.BEST_METRICS` that the method measures.
-        more_steps_hint: Which key of the section gives more steps per pass over the data, for a message.
-        adapter_learning_rates: The learning rate below which a new adapter hardly learns, and a usual one.
-        models: Keys of the section that may name models. The end of a key tells which kind of model
-            (`training.registry.TEACHER`, `REWARD_MODEL`); other keys name references.
+        more_steps_hint: A change of the section that gives more steps per pass over the data, for a message. For
+            example, "a smaller grpo.prompts_per_step".
+        adapter_learning_rates: The learning rate below which a new adapter hardly learns, and a usual learning rate.
+        models: Keys of the section that may name models. The suffix of a key decides the kind of model
+            (`training.registry.TEACHER`, `REWARD_MODEL`). Keys without such a suffix name references.
         references: Values of a reference that are not paths.
     """
 
@@ -245,7 +247,7 @@ class Method:
         self.section = recipe.section
 
     def variant(self) -> str | None:
-        """Return the subclass that the section selects, a key of `training.registry.VARIANTS`. None: this class."""
+        """Return the name of the subclass that the section selects (`training.registry.VARIANTS`). None: this class."""
         return None
 
     def missing(self) -> list[Problem]:
@@ -253,7 +255,10 @@ class Method:
         return []
 
     def problems(self) -> list[Problem]:
-        """Check the section, and other keys that it excludes. Ranges are checked elsewhere."""
+        """Check the section, and keys of other sections that conflict with it.
+
+        Ranges of values are checked by `training.setup.sizes`.
+        """
         return []
 
     def completion_length_problems(self) -> list[Problem]:
@@ -287,7 +292,7 @@ class Method:
         return [Problem("method", text, "Set method=sft, dpo or grpo, or remove the images")]
 
     def other_models(self) -> list[tuple[str, str]]:
-        """Return the recipe key and the path of each model that is needed next to the trained one."""
+        """Return the recipe key and the path of each model that the method needs besides the trained model."""
         return []
 
     def code(self) -> list[tuple[str, str | None, str]]:
@@ -303,11 +308,11 @@ class Method:
         return None
 
     def labels(self) -> int | None:
-        """Return the number of outputs of a head that replaces the vocabulary's. None if the model keeps that one."""
+        """Return the number of outputs of a head that replaces the vocabulary's head. None: it is not replaced."""
         return None
 
     def label(self) -> "Label | None":
-        """Return the column of the data with a number per row that the loss reads. None if there is no such column."""
+        """Return the column of the data from which the loss reads a number per row. None if it reads no column."""
         return None
 
     def rows_per_sample(self) -> int:
@@ -346,10 +351,10 @@ class Method:
 
     @property
     def required_start_weights(self) -> str | None:
-        """Which weights `begin` needs in the policy, also on a resume.
+        """The weights that the policy must have when `begin` is called, also on a resume.
 
-        "start": those that training starts from. "base": the same without an adapter. None: on a resume, those of the
-        checkpoint will do.
+        "start" means the weights that training starts from, "base" the same without an adapter. None means that on a
+        resume the checkpoint's weights are sufficient.
         """
         return None
 
@@ -360,9 +365,9 @@ class Method:
 
     @cached_property
     def micro_rows(self) -> int | Batching:
-        """Rows per micro-batch, or another rule by which a batch is divided.
+        """Rows per micro-batch, or another rule by which a batch is divided into micro-batches.
 
-        Completions are packed as they come: a micro-batch is one row of micro_batch · max_length tokens.
+        With packed completions, a micro-batch is one row of up to `micro_batch` · `max_length` tokens.
         """
         if self.kind == "prompts" and self.recipe.data.packing:
             return Packed(self.max_row_length())
@@ -374,14 +379,14 @@ class Method:
 
     @property
     def choices(self) -> list[str]:
-        """Lines for the terminal on the method's sizes when a run starts."""
+        """Lines about the method's sizes, which a run prints when it starts."""
         rows = self.micro_rows
         if not isinstance(rows, DynamicShapes):
             return []
         return [f"micro-batches: rows of like length, up to {rows.tokens:,} tokens with their padding"]
 
     def check_data(self, columns: Mapping[str, Mapping[str, Any]], samples: Mapping[str, int]) -> None:
-        """Check what the method needs to begin, as far as possible before a model is built.
+        """Check the method's requirements on data and services, as far as possible before a model is built.
 
         Args:
             columns: By split, a row with every column of the prompts. Empty for other kinds of rows.
@@ -439,9 +444,9 @@ class Method:
         return self.source.batch(rows)
 
     def prepare(self, policy: Policy, batch: Batch) -> tuple[Batch, Loss]:
-        """Compute what must be known before the backward, such as the reference's log-probabilities.
+        """Compute everything that must be known before the backward, such as the reference's log-probabilities.
 
-        All ranks call it, also those without rows, because it may communicate.
+        All ranks call this function, also ranks without rows, because it may communicate.
 
         Args:
             policy: The policy.
@@ -464,13 +469,18 @@ class Method:
             global_tokens: The number of labels in the global batch.
 
         Returns:
-            This micro-batch's part of the global batch's loss, a scalar: parts of all micro-batches and ranks add up to
-            the loss. And scalars by name, which are also added up, for `train_metrics` and `val_metrics`.
+            This micro-batch's part of the global batch's loss, a scalar: the parts of all micro-batches and ranks add
+            up to the loss. Scalars by name, which are added up in the same way, for `train_metrics` and `val_metrics`.
         """
         raise NotImplementedError(f"{type(self).__name__} names no loss")
 
     def after_step(self, policy: Policy, step: int) -> None:
-        """Called after each optimizer step."""
+        """Update the method's state after an optimizer step.
+
+        Args:
+            policy: The policy, with its new weights.
+            step: Number of the step, from 1.
+        """
         self.source.after_step(step)
 
     def train_metrics(self, totals: Mapping[str, float]) -> dict[str, float]:
@@ -482,7 +492,11 @@ class Method:
         return {}
 
     def validate(self, policy: Policy, rows: Rows) -> dict[str, float]:
-        """Return the metrics of a validation: means over all `rows`, not means of the batches' means."""
+        """Return the metrics of a validation. They are means over all `rows`, not means of the batches' means.
+
+        Collectives:
+            Those of `prepare` and of `Policy.evaluate`, for each batch.
+        """
         totals: dict[str, float] = {}
         for batch, loss in self.validation(policy, rows):
             for name, value in policy.evaluate(batch, loss, self.micro_rows).metrics.items():
@@ -508,11 +522,11 @@ class Method:
         raise NotImplementedError(f"{type(self).__name__} names no validation loss")
 
     def state(self) -> dict[str, Any]:
-        """Return the state to save, as JSON; see the class."""
+        """Return the state to save, as JSON. The class describes it."""
         return self.source.state()
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors to save, by name; see the class."""
+        """Return the tensors to save, by name. The class describes them."""
         return self.source.tensors()
 
     def check_state(self, state: Mapping[str, Any], changed: Sequence[str] = ()) -> None:
@@ -527,15 +541,16 @@ class Method:
         self.source.check_state(state, changed)
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take back a `state` that `check_state` has accepted."""
+        """Restore a `state` that `check_state` has accepted."""
         self.source.load(state)
 
 
 class MethodWithReference(Method):
     """Base of methods whose loss may compare with a reference.
 
-    The reference's weights are fixed and read again on a resume. Or, with the section's `sync_every`, they follow the
-    policy's and are saved in the checkpoint. The section has `reference`, `sync_every` and `sync_mix`.
+    Without `sync_every`, the reference's weights are fixed, and a resume reads them again from their source. With
+    `sync_every`, they follow the policy's weights and are saved in each checkpoint. The method's section must have the
+    keys `reference`, `sync_every` and `sync_mix`.
     """
 
     models: tuple[str, ...] = ("reference",)
@@ -548,7 +563,7 @@ class MethodWithReference(Method):
 
     @property
     def required_start_weights(self) -> str | None:
-        """The reference's weights, if they are those that training starts from and do not move."""
+        """Return "start" or "base", if these are the reference's weights and they do not move. Otherwise None."""
         if not self.needs_reference() or self.section.sync_every is not None:
             return None
         return self.section.reference if self.section.reference in ("start", "base") else None
@@ -577,16 +592,23 @@ class MethodWithReference(Method):
         return [Problem("data.loss_on", text, "Leave it out")]
 
     def attach_models(self, policy: Policy, others: Mapping[str, "ModelDirectory"]) -> AttachedModels:
-        """Override `Method.attach_models`: the reference, if its weights stay on the devices."""
+        """Build the reference, if its weights stay on the devices.
+
+        Arguments, errors and collectives are those of `Method.attach_models`.
+        """
         if self.keeps_reference_weights():
             self.build_reference(policy)
             return AttachedModels(reference=policy.reference)
         return AttachedModels()
 
     def build_reference(self, policy: Policy) -> None:
-        """Build the reference that the section names, as `policy.reference`. Collective.
+        """Build the reference that the section names, as `policy.reference`.
 
-        Its weights are the policy's present ones, those without adapters, or those of another model of the same shapes.
+        Its weights are the policy's current weights, the same without adapters, or the weights of another model with
+        the same shapes.
+
+        Collectives:
+            Those of `Policy.init_reference_model`.
         """
         reference = self.section.reference
         path = None if reference in ("start", "base") else reference
@@ -595,7 +617,7 @@ class MethodWithReference(Method):
             self._moving = policy.reference.tensors
 
     def after_step(self, policy: Policy, step: int) -> None:
-        """Let the reference follow the policy, every `sync_every` steps."""
+        """Move the reference towards the policy, every `sync_every` steps."""
         super().after_step(policy, step)
         every = self.section.sync_every
         if every is not None and policy.reference is not None and step % every == 0:
@@ -605,9 +627,9 @@ class MethodWithReference(Method):
         return super().state() | {"has_reference": self._reference_moves}
 
     def check_state(self, state: Mapping[str, Any], changed: Sequence[str] = ()) -> None:
-        """Raise UserError also if the recipe has changed whether the reference moves.
+        """Raise UserError if a resume would change whether the reference moves, besides `Method.check_state`'s reasons.
 
-        A checkpoint has the weights of a reference only if the reference moves. Fixed ones are read again from their
+        A checkpoint has the weights of a reference only if the reference moves. Fixed weights are read again from their
         source.
         """
         moves = self._reference_moves
@@ -623,5 +645,5 @@ class MethodWithReference(Method):
         super().check_state(state, changed)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return also the tensors of a reference that moves, as "reference.<name>"."""
+        """Add the tensors of a reference that moves, as "reference.<name>"."""
         return super().tensors() | {f"reference.{name}": tensor for name, tensor in self._moving.items()}

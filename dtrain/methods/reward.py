@@ -1,7 +1,11 @@
 """Reward models and classifiers: a head with one output or a few, read at the last token of each document.
 
 The last token is the last one that is not the config's pad_token_id, as in transformers' classes for sequence
-classification. A document of the batch has its only label at that token, so labels mark where scores are read.
+classification. Each document of a batch has exactly one label, at that token. So the labels mark the positions at which
+scores are read. For example, with pad_token_id 0:
+
+    input_ids     7  8  9  0  0
+    labels        -  -  0  -  -      (- is -100)
 """
 
 from collections.abc import Mapping
@@ -44,9 +48,13 @@ class RewardKeys:
 class RewardMethod(Method):
     """Reward models and classifiers. The loss is a mean over the pairs or documents of the global batch.
 
-    pairs: −log σ(r_chosen − r_rejected − margin) (Bradley-Terry; margins: Touvron et al., arXiv:2307.09288, equation 2)
-    + center_rewards_coefficient · (r_chosen + r_rejected)² (Eisenstein et al., arXiv:2312.09244); classes: the cross
-    entropy of the label; numbers: the squared error.
+    The loss depends on `reward.task`:
+
+        pairs      −log σ(r_chosen − r_rejected − margin) + center_rewards_coefficient · (r_chosen + r_rejected)².
+                   The first term is the Bradley-Terry model, with margins as in Touvron et al., arXiv:2307.09288,
+                   equation 2. The second is from Eisenstein et al., arXiv:2312.09244. See `RewardPairsMethod`.
+        classes    the cross entropy of the label
+        numbers    the squared error
     """
 
     Section = RewardKeys
@@ -103,14 +111,14 @@ class RewardMethod(Method):
         return None
 
     def labels(self) -> int | None:
-        """Return the number of outputs: one unless the rows have classes."""
+        """Return the number of outputs of the new head: the number of classes, or 1 for a reward or a number."""
         return self.section.num_labels or 1
 
     def label(self) -> Label:
         return Label("label", self.section.num_labels if self.section.task == "classes" else None)
 
     def begin(self, policy: Policy, splits: Mapping[str, Rows], run: RunContext) -> None:
-        """Find the padding token, and report a new head."""
+        """Find the padding token, and print a line for a new head. Arguments are those of `Method.begin`."""
         config = policy.model.config
         self._rows = dict(splits)
         self._pad = config.pad_token_id
@@ -123,9 +131,9 @@ class RewardMethod(Method):
             )
 
     def batch(self, rows: GlobalBatch, split: str = "train") -> Batch:
-        """Return the batch with the stream `targets`: the number of each document, at its label.
+        """Return the batch with the stream `targets`, which has the target of each document at its label.
 
-        The number of a pair, its margin, is at the label of the chosen document.
+        The target of a pair is its margin, at the label of the chosen document.
         """
         samples, column = self._rows[split].samples, self.label().column
         values: list[float] = []
@@ -138,7 +146,7 @@ class RewardMethod(Method):
         return (value,)
 
     def prepare(self, policy: Policy, batch: Batch) -> tuple[Batch, Loss]:
-        """Return the batch, with targets of 0 for a plan, whose batches have none."""
+        """Return the batch and the loss. The batches of a plan have no targets, so they get targets of 0."""
         if "targets" not in batch:
             batch = add_targets_at_last_tokens(batch, torch.zeros(num_documents(batch), dtype=torch.float64), self._pad)
         return batch, self.loss
@@ -148,8 +156,10 @@ class RewardMethod(Method):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute the loss of a micro-batch.
 
+        Arguments are those of `Method.loss`.
+
         Returns:
-            This micro-batch's part of the loss, and scalars added up over its pairs or documents.
+            This micro-batch's part of the loss, a scalar, and totals over its pairs or documents, scalars.
         """
         scores = source.scores()  # [documents, labels]
         targets = source.sum_by_document(batch["targets"])  # [documents]

@@ -83,16 +83,18 @@ class SftMethod(Method):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute the loss of a micro-batch.
 
+        Arguments are those of `Method.loss`.
+
         Returns:
-            This micro-batch's part of the loss. And scalars: "lost", the sum of the tokens' losses, "trained", the
-            number of trained tokens, and "correct", the number of those that have the highest probability.
+            This micro-batch's part of the loss, a scalar. Totals over its trained tokens, scalars: "lost" (the tokens'
+            losses), "trained" (number of tokens) and "correct" (number of labels that are the model's argmax).
         """
         total, correct = source.token_loss_sums(self._token_loss, label_smoothing=self.section.label_smoothing)
         trained = torch.full((), batch["label_index"].shape[0], device=total.device)
         return total / global_tokens, {"lost": total.detach(), "trained": trained, "correct": correct}
 
     def train_metrics(self, totals: Mapping[str, float]) -> dict[str, float]:
-        """Return the share of trained tokens that have the model's highest probability."""
+        """Return the share of trained tokens whose label is the model's argmax."""
         return {"token_accuracy": totals["correct"] / max(totals["trained"], 1)}
 
     def val_metrics(self, totals: Mapping[str, float]) -> dict[str, float]:

@@ -8,7 +8,7 @@
 
 `policy/optimizer.py` builds a recipe's optimizer. Low-bit states and states in host memory are in `memory/`.
 
-dtrain's own optimizers step local shards as plain tensors, in float32 or better, and give the same numbers on every
-mesh: products and sums are rounded one by one, and random bits depend on an element's index in the full parameter.
-Between a CPU and a GPU the last bits may differ, because they divide and take roots in different ways.
+dtrain's own optimizers step local shards as plain tensors, in float32 or better. Their results are the same on every
+mesh: each product and each sum is rounded separately, and random bits depend only on an element's index in the full
+parameter. Between a CPU and a GPU the last bits may differ, because the two round divisions and roots differently.
 """

@@ -38,7 +38,10 @@ MOMENTS = "exp_avg", "exp_avg_sq"
 
 
 class AdamScalars(NamedTuple):
-    """Numbers of one parameter group and step, float64 scalars on the host, which a compiled kernel takes by value.
+    """Coefficients of AdamW or Adam for one parameter group at one step.
+
+    All are float64 scalars on the host. A compiled kernel receives such tensors by value, so another learning rate or
+    step does not recompile it.
 
     Attributes:
         weight_factor: Factor of the weights, 1 - lr·λ. None for Adam and without weight decay.
@@ -64,7 +67,7 @@ class AdamScalars(NamedTuple):
 
 
 def adam_scalars(group: Mapping[str, Any], step: int, *, is_decoupled: bool = True) -> AdamScalars:
-    """Return the numbers of an optimizer step.
+    """Compute the coefficients of an optimizer step.
 
     Args:
         group: Parameter group with lr, betas, eps and weight_decay.
@@ -96,17 +99,17 @@ def adam_update(values: Tensor, gradient: Tensor, first: Tensor, second: Tensor,
 
     Args:
         values: Weights in float32 or float64, any shape.
-        gradient: Gradient of that shape and dtype.
-        first: First moment of that shape and dtype.
-        second: Second moment of that shape and dtype.
-        scalars: Numbers of the step.
+        gradient: Gradient, with the shape and dtype of `values`. It is not changed.
+        first: First moment, with the shape and dtype of `values`.
+        second: Second moment, with the shape and dtype of `values`.
+        scalars: Coefficients of the step.
     """
     if scalars.weight_factor is not None:
         values.mul_(scalars.weight_factor)
     if scalars.gradient_decay is not None:
         gradient = gradient + values * scalars.gradient_decay
-    # Products and sums are rounded one by one. torch's fused kernels round the ends of a tensor in another way than its
-    # middle, and the ends are somewhere else on every mesh.
+    # Each product and each sum is rounded separately. torch's fused kernels round the elements at the ends of a tensor
+    # differently from those in the middle, and which elements are at the ends of a shard depends on the mesh.
     first.mul_(scalars.beta1).add_(gradient * scalars.one_minus_beta1)
     second.mul_(scalars.beta2).add_((gradient * scalars.one_minus_beta2).mul_(gradient))
     denominator = second.sqrt().mul_(scalars.root_factor).add_(scalars.eps)
@@ -123,9 +126,9 @@ def adam_step(
         parameter: Parameter with a gradient, a plain tensor or a DTensor, in float64, float32 or bfloat16. bfloat16
             weights are rounded stochastically.
         state: Optimizer state of the parameter, filled in the first step: exp_avg, exp_avg_sq and step.
-        group: Its parameter group.
-        shard: Its local shard.
-        name: Its name in the model, by which random bits are chosen.
+        group: The parameter's group, with lr, betas, eps and weight_decay.
+        shard: The parameter's local shard.
+        name: The parameter's name in the model. With seed and step, it selects the random bits.
         seed: Seed of the random bits.
     """
     assert parameter.grad is not None
@@ -149,8 +152,12 @@ def adam_step(
 def _step_rows(
     weights: Tensor, gradient: Tensor, first: Tensor, second: Tensor, scalars: AdamScalars, positions: BitPositions
 ) -> None:
-    """Step rows [rows, local_columns] of a parameter; arguments as in `adam_update`, the weights in any dtype."""
-    values = weights.to(first.dtype)  # the weights themselves, if they have this dtype
+    """Step a slice of a shard's rows, [rows, local_columns].
+
+    The weights and the gradient may have any dtype. The moments have the dtype of the computation.
+    """
+    # Makes no copy if the weights have this dtype already. `adam_update` then changes them in place.
+    values = weights.to(first.dtype)
     adam_update(values, gradient.to(first.dtype), first, second, scalars)
     if weights.dtype == torch.bfloat16:
         bits = random_bits(values.shape, positions, values.device)

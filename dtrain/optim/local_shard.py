@@ -1,7 +1,7 @@
 """Local shards of parameters as matrices, and stochastic rounding that is the same on every mesh.
 
-`ShardOptimizer` is the base of the optimizers that step local shards as plain tensors. dtrain's own optimizers step the
-local shard as a plain matrix [local_rows, local_columns], whatever cut it. The columns are the parameter's last
+`ShardOptimizer` is the base of dtrain's own optimizers. They step the local shard as a plain matrix [local_rows,
+local_columns], whether FSDP, tensor parallel or both have sharded the parameter. The columns are the parameter's last
 dimension and the rows are all others. A vector is a matrix with one column.
 
 Example: a weight [10, 37] under FSDP over 3 ranks and tensor parallel over 2 ranks, which cuts the columns (o_proj and
@@ -20,12 +20,14 @@ a rank that stores rows 1 and 2 of each expert has first_row=1, local_rows=4, ma
 rows are 1, 2, 6 and 7 of the full matrix.
 
 Stochastic rounding: an optimizer step often changes a weight by less than half the distance between two bfloat16
-numbers. Rounded to the nearest, such a weight would never move (for example, 1.0 by steps of 1e-6, where the next lower
-bfloat16 number is 1 - 2^-8). Rounded up or down at random, with probabilities that make the mean right, it moves as far
-as a float32 weight would on average.
+numbers. Rounded to the nearest, such a weight would never move. For example, steps of 1e-6 would leave the weight 1.0
+unchanged, because the next lower bfloat16 number is 1 - 2^-8 = 0.996. Instead, the weight is rounded up or down at
+random, with probabilities for which the expected value is the exact one. On average, the weight then moves as far as a
+float32 weight.
 
 The random bits of an element are SplitMix64 of its flat index in the full parameter (`base.randomness`), in a sequence
-that seed, step and parameter name choose. A rank computes them for its own elements, and communicates nothing.
+that is selected by seed, step and parameter name. Each rank computes the bits of its own elements, without
+communication.
 """
 
 import math
@@ -121,7 +123,7 @@ class LocalShard:
 
     @property
     def slices(self) -> tuple[slice, slice]:
-        """Rows and columns of the full matrix that the shard is. Not for a stack whose matrices are cut."""
+        """Row slice and column slice of the shard in the full matrix. Not valid for a stack whose matrices are cut."""
         rows = slice(self.first_row, self.first_row + self.local_rows)
         columns = slice(self.first_column, self.first_column + self.local_columns)
         return rows, columns
@@ -138,7 +140,7 @@ class LocalShard:
         return local_tensor(tensor).detach().reshape(self.local_rows, self.local_columns)
 
     def row_slices(self, num_elements: int = MAX_SLICE_ELEMENTS, min_row_elements: int = 1) -> Iterator[slice]:
-        """Yield slices of the local rows, to be stepped one after the other.
+        """Yield consecutive slices of the local rows, each small enough to be stepped at once.
 
         The number of rows per slice depends on the full parameter's columns. Ranks that share the columns of the same
         rows therefore make the same slices, and can communicate in each of them.
@@ -146,7 +148,8 @@ class LocalShard:
         Args:
             num_elements: Largest number of elements in a slice, counted over all columns of the full parameter. A
                 slice has at least one row.
-            min_row_elements: Elements that a row counts at least, if the state of a row is filled up to that number.
+            min_row_elements: Elements that a shorter row counts as. Used if the optimizer pads the state of each row to
+                this number.
         """
         rows_per_slice = max(1, num_elements // max(self.num_columns, min_row_elements))
         for start in range(0, self.local_rows, rows_per_slice):
@@ -166,9 +169,9 @@ class StateLocation(NamedTuple):
 
 
 class ShardOptimizer(Optimizer):
-    """Interface of dtrain's own optimizers, which step local shards as plain tensors.
+    """Base of dtrain's own optimizers, which step local shards as plain tensors.
 
-    `checkpoint.dcp` queries where a state tensor is in that of all ranks.
+    `checkpoint.dcp` calls `state_location` to save each state tensor as a part of the tensor of all ranks.
 
     Attributes:
         state_is_on_host: Whether the state is in host memory, and copied to the device during a step.
@@ -189,14 +192,23 @@ class ShardOptimizer(Optimizer):
         return False
 
     def state_location(self, parameter: Tensor, key: str) -> StateLocation | None:
-        """Return the location of the state tensor `key`. None: that of the local shard of `parameter`."""
+        """Return the location of a state tensor in the state tensor of all ranks.
+
+        Args:
+            parameter: The parameter.
+            key: Key of the state tensor, such as "exp_avg".
+
+        Returns:
+            The location. None if it is the same as that of the local shard in `parameter`.
+        """
         return None
 
 
 def allocate_state(optimizer: Optimizer) -> None:
-    """Give a new optimizer the state that it has after a step, without changing a weight.
+    """Allocate the state of a new optimizer, with the tensors that it has after a step.
 
-    The contents of the state mean nothing until they are loaded. Does nothing if there is state already.
+    No weight is changed. The contents of the state are meaningless until a checkpoint is loaded into them. An optimizer
+    that has state already is left as it is.
 
     Raises:
         ValueError: If parameters have gradients.
@@ -214,7 +226,7 @@ def allocate_state(optimizer: Optimizer) -> None:
 
 @torch.no_grad()
 def _step_without_change(optimizer: Optimizer) -> None:
-    """Step with gradients of 0 at a learning rate of 0."""
+    """Make an optimizer allocate its state, by a step with gradients of 0 at a learning rate of 0."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if any(parameter.grad is not None for parameter in parameters):
         raise ValueError("allocate_state is for an optimizer between steps: there are gradients")
@@ -241,9 +253,9 @@ class BitPositions(NamedTuple):
         first_slice_row: Row of the shard at which the slice begins.
         num_columns: Columns of the full parameter.
         first_column: Column of the full parameter at which the shard begins.
-        sequence: Name of the random sequence (`random_sequence`).
+        sequence: Key of the random sequence (`random_sequence`).
         local_matrix_rows: As in `LocalShard`, if the shard has a part of each matrix of a stack; else None.
-        matrix_rows: As `local_matrix_rows`.
+        matrix_rows: As in `LocalShard`, in the same case; else None.
     """
 
     first_row: Tensor
@@ -256,12 +268,18 @@ class BitPositions(NamedTuple):
 
 
 def random_sequence(seed: int, step: int, name: str) -> int:
-    """Return the name of the random sequence for one optimizer step of the parameter `name`."""
+    """Return the 64-bit key of the random sequence for one optimizer step of the parameter `name`."""
     return random_key("optimizer", seed, step, name)
 
 
 def bit_positions(shard: LocalShard, rows: slice, sequence: int) -> BitPositions:
-    """Return the positions of the bits for the slice `rows` of the rows of `shard`."""
+    """Return the positions of the bits for a slice of a shard's rows.
+
+    Args:
+        shard: The shard.
+        rows: Slice of the shard's rows, from `LocalShard.row_slices`.
+        sequence: Key of the random sequence.
+    """
     values = [shard.first_row, rows.start, shard.num_columns, shard.first_column, sequence]
     if shard.local_matrix_rows != shard.matrix_rows:
         values += [shard.local_matrix_rows, shard.matrix_rows]
@@ -271,7 +289,7 @@ def bit_positions(shard: LocalShard, rows: slice, sequence: int) -> BitPositions
 def global_rows(num_rows: int, positions: BitPositions, device: torch.device) -> Tensor:
     """Return the row in the full parameter of each of the slice's `num_rows` rows, int64 [num_rows]."""
     rows = torch.arange(num_rows, device=device) + positions.first_slice_row
-    # None in the usual case, because integer division is slow on a GPU.
+    # Only for a part of each matrix of a stack, because integer division is slow on a GPU.
     if positions.local_matrix_rows is not None and positions.matrix_rows is not None:
         matrix = rows // positions.local_matrix_rows
         row_in_matrix = rows % positions.local_matrix_rows
@@ -300,8 +318,8 @@ def random_16_bits(shape: tuple[int, int], positions: BitPositions, device: torc
     """Return 16 random bits for each element of a slice of rows, cheaper than `random_bits` on a CPU.
 
     Four neighbours in a row share one 64-bit number: columns 4k to 4k + 3 of the full parameter take its lowest to its
-    highest 16 bits. A CPU computes each number once. A compiled kernel computes it for each element, which is faster
-    there than exchanging it.
+    highest 16 bits. A CPU computes each number once. A compiled kernel computes it again for each of the four elements,
+    which is faster than sharing it between threads.
 
     Args:
         shape: [rows, local_columns].
@@ -327,8 +345,9 @@ def round_bfloat16(values: Tensor, bits: Tensor) -> Tensor:
     """Round to bfloat16, up or down at random.
 
     A bfloat16 number is the upper half of a float32 number's 32 bits. Adding 16 random bits to the lower half carries
-    into the upper half with the probability lower half / 2^16, which is the distance to the next bfloat16 number in
-    units of that step. Numbers that bfloat16 has exactly, infinities and NaN stay as they are.
+    into the upper half with the probability lower half / 2^16. This is the right probability for rounding away from
+    zero: lower half / 2^16 is how far the value is on the way from one bfloat16 number to the next. Values that
+    bfloat16 represents exactly, infinities and NaN are not changed.
 
     Args:
         values: float32, any shape.
@@ -336,6 +355,14 @@ def round_bfloat16(values: Tensor, bits: Tensor) -> Tensor:
 
     Returns:
         bfloat16 of the same shape.
+
+    Example:
+        A quarter of the way from 1 to 1 + 2^-7, the next bfloat16 number. So a quarter of the 2^16 possible bits, those
+        from 49152 on, round up.
+
+        >>> values = torch.full((2,), 1 + 2**-9)
+        >>> round_bfloat16(values, torch.tensor([49151, 49152]))
+        tensor([1.0000, 1.0078], dtype=torch.bfloat16)
     """
     words = values.contiguous().view(torch.int32) + (bits & 0xFFFF).to(torch.int32)
     rounded = (words & -0x10000).view(torch.float32)

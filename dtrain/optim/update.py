@@ -65,10 +65,13 @@ def _linear(progress: float) -> float:
     return 1.0 - progress
 
 
-# The shape of the decay: from 1 at progress 0 to 0 at progress 1 (between `lr` and min_lr_ratio · `lr`). The formulas
-# are those of transformers: get_constant_schedule_with_warmup, get_cosine_with_min_lr_schedule_with_warmup,
-# get_linear_schedule_with_warmup (which ends at 0; here at min_lr_ratio), get_wsd_schedule (whose decay is a cosine;
-# its warm-up starts at 0 here).
+# The decay of each schedule: a function of the progress through the decay, from 1 at progress 0 to 0 at progress 1.
+# `_factor` scales it to the range from 1 to `min_lr_ratio`. The formulas are those of transformers:
+#
+#     constant    get_constant_schedule_with_warmup
+#     cosine      get_cosine_with_min_lr_schedule_with_warmup
+#     linear      get_linear_schedule_with_warmup, which always ends at 0; here it ends at `min_lr_ratio`
+#     wsd         get_wsd_schedule with a cosine decay; here the warm-up starts at 0
 SCHEDULES: dict[str, Callable[[float], float]] = {
     "constant": _constant,
     "cosine": _cosine,
@@ -82,11 +85,7 @@ _WSD_DECAY_SHARE = 0.2
 def _factor(name: str, total_steps: int, warmup_steps: int, min_lr_ratio: float, decay_steps: int, step: int) -> float:
     """Return the factor of the learning rate at a step.
 
-    Warm-up, then a constant part if `decay_steps` leaves room for one, then the decay.
-
-    Example: 10 steps with 2 of warm-up and a linear decay to 0 over the last 4:
-        >>> [round(_factor("linear", 10, 2, 0.0, 4, step), 2) for step in range(10)]
-        [0.0, 0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 0.75, 0.5, 0.25]
+    The warm-up is followed by a constant part, if `decay_steps` leaves room for that, and then by the decay.
 
     Args:
         name: A key of `SCHEDULES`.
@@ -95,6 +94,12 @@ def _factor(name: str, total_steps: int, warmup_steps: int, min_lr_ratio: float,
         min_lr_ratio: Factor at the end.
         decay_steps: Steps of the decay.
         step: The step, counted from 0.
+
+    Example:
+        10 steps, of which 2 are warm-up and the last 4 are a linear decay to 0:
+
+        >>> [round(_factor("linear", 10, 2, 0.0, 4, step), 2) for step in range(10)]
+        [0.0, 0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 0.75, 0.5, 0.25]
     """
     if step < warmup_steps:
         return step / warmup_steps
@@ -108,12 +113,12 @@ def _factor(name: str, total_steps: int, warmup_steps: int, min_lr_ratio: float,
 class Schedule:
     """Schedule of learning rates by optimizer step.
 
-    Its only state is the number of steps. Loading repeats that number of steps on a new scheduler. So every class of
-    torch's schedulers can be used, whatever its state, and a recipe that was changed in between counts as if it had
-    been so from the beginning.
+    The only state is the number of steps. `load_state_dict` builds a new scheduler and repeats that number of steps.
+    Therefore every torch scheduler can be used, also if its own state could not be restored. If the recipe's schedule
+    was changed before a resume, the run continues as if it had used the new schedule from the beginning.
 
     Args:
-        optimizer: The optimizer, whose groups have their base learning rates.
+        optimizer: The optimizer. Its groups have the base learning rates.
         make: Builds a scheduler for the optimizer.
 
     Attributes:
@@ -135,7 +140,7 @@ class Schedule:
         self.steps = 0
 
     def step(self) -> None:
-        """Go to the next step. Called once after each optimizer step, also after a skipped one."""
+        """Go to the next step. Called once after each optimizer step, also if the weights were not changed."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*before.*optimizer.step")
             self._scheduler.step()
@@ -162,7 +167,7 @@ def build_scheduler(section, optimizer: Optimizer, total_steps: int) -> Schedule
     Args:
         section: The `scheduler` section, or a list of them, which are stages. `name` is a key of `SCHEDULES`, or the
             import path of one of torch's schedulers or any callable `(optimizer, **kwargs) -> LRScheduler`. Each stage
-            counts its own steps from 0 over `steps` steps. The last stage may leave `steps` out, and then has the rest.
+            counts its own steps from 0 over `steps` steps. If the last stage has no `steps`, it lasts to the end.
         optimizer: The optimizer.
         total_steps: The number of optimizer steps.
 
@@ -193,7 +198,7 @@ def stage_lengths(steps: list[int | None], total_steps: int) -> list[int]:
         total_steps: The number of optimizer steps.
 
     Raises:
-        UserError: If there are no stages, a stage has no steps, or only a stage before the last one has None.
+        UserError: If there are no stages, if a number of steps is below 1, or if a stage before the last has None.
 
     Example:
         >>> stage_lengths([100, 300, None], 1000)
@@ -230,7 +235,7 @@ def _maker(section, total_steps: int, key: str) -> Callable[[Optimizer], LRSched
 
 
 def _construct(optimizer: Optimizer, target: Callable, name: str, kwargs: dict, key: str) -> LRScheduler:
-    """Build an imported scheduler. Raises UserError if it refuses its arguments, or its `step` needs any."""
+    """Build an imported scheduler. Raises UserError if it refuses its arguments, or if its `step` needs arguments."""
     try:
         scheduler = target(optimizer, **kwargs)
     except (TypeError, ValueError) as error:
@@ -277,13 +282,13 @@ class LossScale:
     """Dynamic loss scaling for float16 (Micikevicius et al., arXiv:1710.03740, section 3.2).
 
     The loss is multiplied by the scale before the backward, so that small gradients do not become 0 in float16. The
-    scale is halved when the global gradient norm is not finite, and doubled after `growth_interval` finite steps. The
-    norm is the same on every rank, so the scale is, too.
+    scale is halved when the global gradient norm is not finite, and doubled after `growth_interval` steps with a finite
+    norm. Every rank has the same norm, and therefore the same scale.
 
     Attributes:
-        scale: The scale.
-        growth_interval: Finite steps after which it is doubled.
-        finite_steps: Finite steps since it was changed.
+        scale: The scale, at least 1 after it was halved.
+        growth_interval: Number of finite steps in a row after which the scale is doubled.
+        finite_steps: Number of finite steps since the scale was changed.
     """
 
     scale: float = 2.0**16
@@ -317,10 +322,10 @@ class Updater:
 
     Attributes:
         model: The model that is trained.
-        optimizer: The optimizer of its parameters, or of `local_shards`.
+        optimizer: The optimizer of the model's parameters, or of `local_shards`.
         scheduler: The schedule of the learning rates.
-        max_grad_norm: Norm to which gradients are clipped. None: they are not.
-        skip_nonfinite: Steps in a row that may be skipped because their gradient norm is not finite.
+        max_grad_norm: Norm to which gradients are clipped. None does not clip.
+        skip_nonfinite: Number of steps in a row that may be skipped because their gradient norm is not finite.
         loss_scale: The loss scale of float16; None in other dtypes.
         local_shards: Plain tensors that the optimizer steps in place of the model's trained parameters, by parameter.
             Each shares the memory of the parameter's local shard. Empty if the optimizer steps the parameters.
@@ -382,18 +387,19 @@ class Updater:
     def update(self, totals: Tensor) -> tuple[float, Tensor]:
         """Clip the gradients, step the optimizer, clear the gradients, and advance the schedule.
 
-        If the gradient norm is not finite, weights and optimizer state stay as they are. A loss scale is then halved.
-        Without one, or if it is already 1, the step is skipped, at most `skip_nonfinite` times in a row.
+        If the gradient norm is not finite, weights and optimizer state are not changed. A loss scale above 1 is then
+        halved, and the run continues. Without a loss scale, or at a scale of 1, the step counts as skipped, and at most
+        `skip_nonfinite` steps in a row may be skipped.
 
         Args:
-            totals: Totals of the step, float64 [n]. They are read together with the norm, so that the host waits once
-                for the device.
+            totals: Totals of the step on the device, float64 [n]. They are copied to the host together with the norm,
+                so that the host waits for the device only once.
 
         Returns:
             The gradient norm before clipping, and `totals` on the host.
 
         Raises:
-            UserError: If too many norms in a row are not finite. It names the parameters.
+            UserError: If more than `skip_nonfinite` steps in a row would be skipped. The message names the parameters.
 
         Collectives:
             One all-reduce of a scalar, and those of the optimizer's step.
