@@ -105,8 +105,8 @@ def load(
     Args:
         recipe: The path of a file, the name of a shipped recipe, a mapping, or a `Recipe`.
         overrides: `key=value` texts in OmegaConf's dotlist grammar, such as "optimizer.lr=1e-5".
-        sections: The dataclass of each method's section, by the method's name. A mapping that imports lazily is asked
-            only for the sections that the recipe uses, and for all of them if there are problems.
+        sections: The dataclass of each method's section, by the method's name. The mapping may import a section when it
+            is read: only the sections that the recipe uses are read, and all sections if there are problems.
 
     Raises:
         UserError: If there is no such recipe, or the file is not YAML.
@@ -210,7 +210,7 @@ def _expand_paths(recipe: Recipe, problems: list[Problem]) -> None:
 
 
 def _resolve_tree(tree: dict) -> dict:
-    """Return `tree` with its interpolations resolved, without those that cannot be."""
+    """Return `tree` with its interpolations resolved. Values that cannot be resolved are left out."""
     return _resolve(OmegaConf.create(tree), "", [])
 
 
@@ -401,9 +401,10 @@ def _quoting_hint(key: str, text: str) -> str:
 
 
 def _unset_excluded(config: DictConfig, overrides: Sequence[str]) -> None:
-    """Unset the keys that exclude one which an override sets, unless an override sets both.
+    """Resolve conflicts between an override and the recipe: of two keys that exclude each other, the override wins.
 
     For example, `train.epochs=2` for a recipe with `train.steps: 100` means two epochs, so `train.steps` becomes null.
+    If overrides set both keys of a pair, neither is unset.
     """
     overridden = {override.partition("=")[0] for override in overrides}
     for first, second, unset in EXCLUSIVE_KEYS:
@@ -461,17 +462,17 @@ def _interpolation_error(error: Exception) -> str:
 def _of_other_methods(
     values: Mapping, tree: Mapping, overrides: Sequence[str], sections: Mapping[str, type], is_typed: bool
 ) -> list[str]:
-    """Return the keys that only other methods than the recipe's read.
+    """Return the keys in the sections of other methods, which the recipe's method does not read.
 
-    A saved recipe contains every key of a section. In a saved recipe, and in one that `is_typed` already, only the keys
-    that differ from their defaults count.
+    For example, `dpo.beta` in a recipe with `method: sft`. A saved recipe, and a `Recipe` object, contain every key of
+    a section, so only keys that differ from their defaults are returned for these.
 
     Args:
         values: The recipe, resolved.
         tree: The recipe as it is written, without overrides.
         overrides: `key=value` texts.
         sections: The sections of all methods.
-        is_typed: Whether the recipe was a `Recipe`.
+        is_typed: Whether the recipe was given as a `Recipe` object.
     """
     method = values.get("method")
     if method not in list(sections):  # a problem that is reported elsewhere
@@ -508,7 +509,7 @@ def convert_foreign_recipe(
 
     Args:
         tree: The other recipe.
-        path: `model.path` of the same tree if it is read as a dtrain recipe. None if it has none.
+        path: `model.path`, if `tree` has this key of dtrain. None otherwise.
         method: The recipe's method if it is known. None lets the file's keys decide.
         sections: The methods' sections by name.
 
@@ -537,7 +538,11 @@ def convert_foreign_recipe(
 
 
 def _foreign_keys(file: Mapping[str, Any], own_sections: Container[str]) -> dict[str, Any]:
-    """Return the keys of a file that are in no section of dtrain, and an optimizer or schedule that is only named."""
+    """Return the keys of a file that are in no section of dtrain.
+
+    `optimizer: adamw_torch`, a text in place of dtrain's section, is returned as `optimizer.name`. `scheduler` is
+    handled in the same way.
+    """
     foreign = {}
     for key, value in file.items():
         if key in ("optimizer", "scheduler") and isinstance(value, str):

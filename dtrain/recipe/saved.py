@@ -35,11 +35,13 @@ _CODE_KEYS = re.compile(rf"((optimizer|scheduler(\[\d+\])?)\.name|{_FUNCTION_KEY
 
 @dataclass(eq=False)
 class LoadedRecipe(Recipe):
-    """A recipe with what is known from loading it. It equals any recipe of the same values.
+    """A recipe, together with its references to the environment and its secrets.
+
+    A loaded recipe equals any recipe with the same values.
 
     Attributes:
-        references: (path, text, value) of each value that the environment gave: where it is in the recipe, the text
-            with the interpolation, and the value.
+        references: (path, text, value) of each value that comes from the environment: its path in the recipe, the text
+            with the interpolation, such as "${oc.env:SCRATCH}/runs", and the value.
         secrets: The texts to redact, longest first.
         unused_keys: Keys that the recipe sets and its method does not read.
     """
@@ -88,11 +90,14 @@ def recipe_values(recipe: Recipe) -> dict[str, Any]:
 
 
 def with_origins(recipe: Recipe, raw: dict, values: dict, resolve: Callable[[dict], dict]) -> LoadedRecipe:
-    """Return `recipe` with its references and secrets.
+    """Return `recipe` as a `LoadedRecipe` with its references and secrets.
 
-    A reference is a text whose value changes if the environment is empty, also through other interpolations. A value
-    that cannot be a secret and decides what is computed, such as a number or the name of an optimizer, is no reference:
-    a resume compares its value.
+    A text is a reference if its value depends on the environment, directly or through other interpolations. To find
+    these texts, the recipe is resolved a second time without the environment's values, and the two results are
+    compared.
+
+    A value that cannot be a secret and decides what is computed, such as a number or the name of an optimizer, is no
+    reference. Its value is saved instead of its text, so that a resume can compare it.
 
     Args:
         recipe: The typed recipe.
@@ -144,7 +149,13 @@ def with_origins(recipe: Recipe, raw: dict, values: dict, resolve: Callable[[dic
 
 
 def _takes_any_text(kind: Any, path: secrets.Path, value: Any) -> bool:
-    """Check that a key takes any text, and is not the name of code. kind: the recipe's type."""
+    """Check that a key takes any text, not only choices or numbers, and that its value is not the name of code.
+
+    Args:
+        kind: The type of the recipe.
+        path: The path of the key.
+        value: Its value.
+    """
     for part in path:
         kind = get_type_hints(kind).get(str(part)) if is_dataclass(kind) else None
     is_choice = any(get_origin(alternative) is Literal for alternative in (kind, *get_args(kind)))
@@ -153,9 +164,9 @@ def _takes_any_text(kind: Any, path: secrets.Path, value: Any) -> bool:
 
 
 def source_tree(recipe: Recipe, hide: bool = False) -> dict:
-    """Return the tree of a recipe with the texts that read the environment in place of their values.
+    """Return the tree of a recipe's values, with the text `${oc.env:NAME}` in place of values from the environment.
 
-    A value that has changed since the recipe was loaded stays.
+    A value that was changed after the recipe was loaded is written as it is.
 
     Args:
         recipe: The recipe.
@@ -176,9 +187,9 @@ def source_tree(recipe: Recipe, hide: bool = False) -> dict:
 
 
 def to_yaml(recipe: Recipe, plain: bool = False) -> str:
-    """Return the whole recipe as YAML, defaults included.
+    """Return the full recipe as YAML, defaults included.
 
-    `load` of the result gives an equal recipe, except for secrets in plain text, which are redacted.
+    Loading the result gives an equal recipe, except for secrets in plain text, which are redacted.
 
     Args:
         recipe: The recipe.
@@ -250,7 +261,12 @@ def diff_recipes(old_yaml: str, recipe: Recipe) -> list[tuple[str, Any, Any]]:
 
 
 def _add_missing_keys(values: Any, hint: Any) -> Any:
-    """Add the defaults of keys that the version of dtrain that saved `values` did not have. hint: their type."""
+    """Add the defaults of keys that did not exist in the version of dtrain that saved a recipe.
+
+    Args:
+        values: A part of the saved recipe.
+        hint: The type of this part.
+    """
     alternatives = [hint, *get_args(hint)]
     if isinstance(values, list):
         entry_type = None
@@ -275,7 +291,11 @@ def _add_missing_keys(values: Any, hint: Any) -> Any:
 
 
 def named_section_type(hint: Any) -> Any:
-    """Return the section that a key may have several of, by name, such as `eval`. None if it may not."""
+    """Return the section type of a key that takes several sections by name, such as `eval: {math: .., chat: ..}`.
+
+    Returns:
+        The dataclass of each section. None if the key takes no such mapping.
+    """
     for alternative in (hint, *get_args(hint)):
         if get_origin(alternative) is dict and is_dataclass(get_args(alternative)[1]):
             return get_args(alternative)[1]

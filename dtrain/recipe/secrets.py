@@ -6,8 +6,8 @@ Two kinds of values are secret:
 - texts whose key has a name like `api_key` or `HF_TOKEN`, and texts that look like a credential wherever they are: a
   password in a URL, `Bearer ...`, `hf_...`, a private key. They are replaced by `HIDDEN`.
 
-The same words name harmless things as well: `eos_token` is a special token and `target_key` may be a column. So a name
-is judged by all of its words (`is_secret_name`).
+Words such as token and key are also parts of harmless names: `eos_token` is a special token, and `target_key` may be a
+column. So `is_secret_name` looks at all words of a name.
 """
 
 import re

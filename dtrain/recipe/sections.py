@@ -244,7 +244,11 @@ def _set_or_refuse(section: object, key: str, hint: Any, value: Any, dotted: str
 def _choice_hint(dotted: str, value: Any, choices: Collection[str], dtrain_value: str | None) -> str:
     """Return the hint for a value that is none of a key's choices.
 
-    dtrain_value: dtrain's name for the value, if it is another tool's.
+    Args:
+        dotted: The key.
+        value: The value.
+        choices: The choices of the key.
+        dtrain_value: dtrain's name for the value, if the value is another tool's name. None otherwise.
     """
     if dtrain_value:
         return spelling.pasted_character_hint(value) or f"; did you mean {dtrain_value}?"
@@ -259,7 +263,12 @@ def _choice_hint(dotted: str, value: Any, choices: Collection[str], dtrain_value
 
 
 def _convert(value: Any, alternatives: list) -> Any:
-    """Convert `value` to one of the alternatives if nothing is lost: "1e3" is an integer, 3 a float, 2024 a name."""
+    """Convert a value to one of the alternatives of a type, if nothing is lost. Otherwise return it unchanged.
+
+    Example:
+        >>> _convert("1e3", [int]), _convert(3, [float]), _convert(2024, [str]), _convert("x", [int])
+        (1000, 3.0, '2024', 'x')
+    """
     is_numeric = int in alternatives or float in alternatives
     if isinstance(value, str) and is_numeric and str not in alternatives:
         try:
@@ -361,7 +370,13 @@ def _section_suggestion(dotted: str, value: Any, hints: Mapping[str, Any], entry
 
 
 def _value_hint(value: Any, alternatives: list, default: Any) -> str:
-    """Return the hint for a refused value if the cause is known. default: the key's default."""
+    """Return the hint for a refused value, by frequent mistakes. Empty if none of them fits.
+
+    Args:
+        value: The value.
+        alternatives: The alternatives of the key's type.
+        default: The default of the key.
+    """
     return (
         spelling.pasted_character_hint(value)
         or spelling.number_hint(value, alternatives)

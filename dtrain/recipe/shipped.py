@@ -34,10 +34,11 @@ def recipes_dir() -> Path:
 def how_to_make(path: str) -> str:
     """Return the end of a message about a missing path: the command that makes it, if the quickstart uses it.
 
-    >>> how_to_make("build/shapes/train.jsonl")  # doctest: +ELLIPSIS
-    ': `python .../make_shapes.py build/shapes` makes it'
-    >>> how_to_make("build/other")
-    ''
+    Example:
+        >>> how_to_make("build/shapes/train.jsonl")  # doctest: +ELLIPSIS
+        ': `python .../make_shapes.py build/shapes` makes it'
+        >>> how_to_make("build/other")
+        ''
     """
     for made, command in GENERATED_FILES.items():
         if Path(path).is_relative_to(made):

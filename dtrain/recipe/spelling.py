@@ -38,7 +38,7 @@ def yaml_hint(problem: Any) -> str:
 
 
 def pasted_character_hint(text: Any) -> str:
-    """Return the hint for a text with a character that looks like one on the keyboard, as pasted text often has.
+    """Return the hint for a text with a character that only looks like the one that is meant, as in pasted text.
 
     Example:
         >>> pasted_character_hint("1e\u22125")
@@ -202,8 +202,9 @@ def value_hint(key: str, value: str, known: Collection[str]) -> str:
 def method_hint(key: str, value: Any) -> str:
     """Return the end of a message about a refused value, if the key is a method's loss and the value another method.
 
-    >>> method_hint("dpo.loss", "kto_pair")
-    '; set method=kto, which trains single replies that are marked as wanted or not'
+    Example:
+        >>> method_hint("dpo.loss", "kto_pair")
+        '; set method=kto, which trains single replies that are marked as wanted or not'
     """
     section, _, leaf = key.partition(".")
     other = METHODS_BY_LOSS.get(str(value).lower(), "")

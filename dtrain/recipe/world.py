@@ -20,7 +20,7 @@ from dtrain.base.ranges import join_with_or, plural
 from dtrain.recipe.schema import Recipe
 
 MAX_AUTO_BATCH = 16  # the largest global batch that train.global_batch=auto chooses
-MIN_STEPS_PER_EPOCH = 32  # train.global_batch=auto chooses a batch with which an epoch has at least so many steps
+MIN_STEPS_PER_EPOCH = 32  # train.global_batch=auto chooses a batch with which an epoch has at least this many steps
 
 AUTO = "auto"
 COMPILE = "train.compile"
@@ -295,7 +295,7 @@ def unresolved_auto_keys(config: Any) -> list[str]:
 
 
 def replace_auto(config: Config, dp: int = 1) -> Config:
-    """Return `config` with the fastest values in place of `auto`, for uses without a plan.
+    """Return `config` with the fastest values in place of `auto`, for callers that make no plan of the memory.
 
     Args:
         config: The recipe.

@@ -104,16 +104,16 @@ class ValidationSplit(NamedTuple):
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) / 2**64
 
     def contains(self, content: Any) -> bool:
-        """Return True if a row with this content is on this side, or if the threshold is not known yet."""
+        """Check whether a row with this content is on this side. Every row is if the threshold is not known yet."""
         return self.threshold is None or (self.random_number(content) < self.threshold) == self.is_validation
 
 
 class SpelledToken(NamedTuple):
-    """A row whose text spells a control token.
+    """A row whose text contains the text of a control token, such as `<|im_end|>`.
 
     Attributes:
         line: Line of the row.
-        text: The first control token that it spells.
+        text: The first such control token.
     """
 
     line: int
@@ -121,11 +121,12 @@ class SpelledToken(NamedTuple):
 
 
 class SpelledTokens(NamedTuple):
-    """Control tokens that the text of a row spells.
+    """Control tokens whose texts a row contains.
 
     Attributes:
-        as_characters: Those that are read as their characters.
-        as_tokens: Those that are read as tokens, although `data.special_tokens` could escape them.
+        as_characters: Control tokens that the tokenizer has read as plain characters.
+        as_tokens: Control tokens that the tokenizer has read as tokens, because `data.special_tokens` does not escape
+            them.
     """
 
     as_characters: list[str]
@@ -189,8 +190,8 @@ class EncodedChunk:
         images: Images of each document.
         image_notes: Sentences on some images, each once.
         num_image_rows_too_long: Rows with images that were left out as too long.
-        escaped: Rows that spell a control token which is read as characters.
-        kept: Rows that spell a control token which is read as a token, although it could be escaped.
+        escaped: Rows with the text of a control token that is read as characters (`SpelledTokens.as_characters`).
+        kept: Rows with the text of a control token that is read as a token (`SpelledTokens.as_tokens`).
         text: Amount of text that should be trained, and how much of it the chat template leaves out.
         dropping_rows: Rows that lose text: the line, and an example of the text.
     """
@@ -404,10 +405,16 @@ class RowEncoder:
         return self.prompts_as == USER or not self.has_string_prompt(row, name)
 
     def spelled_tokens(self, row: Mapping[str, Any], documents: Sequence[Document]) -> SpelledTokens:
-        """Return the control tokens that the text of a templated row spells, and how they were read.
+        """Return the control tokens that the texts of a row contain, by how the tokenizer has read them.
 
-        A token that `data.special_tokens` escapes is not reported as read as a token: assistant and system messages may
-        write it.
+        For example, a user's message contains `<|im_end|>`. If this token is escaped, it becomes several ordinary
+        tokens and is listed in `as_characters`. If `data.special_tokens` does not escape it, it becomes the control
+        token and is listed in `as_tokens`. Escaped control tokens are never listed in `as_tokens`, because the template
+        and assistant messages write them on purpose.
+
+        Args:
+            row: The row, which the chat template has written.
+            documents: The documents of the row.
         """
         assert self.template is not None
         control_tokens = self.template.control_tokens
@@ -550,7 +557,11 @@ class RowEncoder:
         return self.images.read(values, self.directory)
 
     def image_content(self, messages: Messages) -> list[list[str]]:
-        """Return the part of `row_content` for a conversation's images: [their digests], or [] without images."""
+        """Return the entries that a conversation's images add to `row_content`.
+
+        Returns:
+            A list with one entry, the list of the images' digests. An empty list if there are no images.
+        """
         digests = [image.image.digest for image in self.read_images(messages)]
         return [digests] if digests else []
 
@@ -567,7 +578,14 @@ class RowEncoder:
         return self.images.images_in_range(ids, images, kept, self.max_length)
 
     def is_dropped(self, length: int) -> bool:
-        """Return True if a row is dropped whose longest document has `length` tokens. Raises UserError if refused."""
+        """Return True if `data.too_long` drops a row because of its length.
+
+        Args:
+            length: Number of tokens of the row's longest document.
+
+        Raises:
+            UserError: If the row is too long and `data.too_long` is "error".
+        """
         if length <= self.max_length or self.too_long == "truncate":
             return False
         if self.too_long == "error":

@@ -15,14 +15,14 @@ assistant message.
 Where completions begin. A template or a tokenizer may write the end of a prompt in another way once something follows
 it: thinking is dropped, or tokens merge. So the prompt of a pair is the longest common beginning, in tokens, of
 
-    the prompt alone     A B C D
+    the prompt           A B C D
     prompt + chosen      A B C E F
     prompt + rejected    A B C E G           the prompt is A B C, the completions are E F and E G
 
-and without an explicit prompt, of the last two only. At least one token stays in the prompt and in each completion,
-because nothing predicts the first token of a document. Every completion token is trained, through the token that ends
-the turn. White space that a template writes after it is left out. A prompt of messages is rendered with the generation
-prompt, and plain strings are framed as in encoder.py.
+and without an explicit prompt, of the last two only. The prompt keeps at least one token, because nothing predicts the
+first token of a document. Each completion keeps at least one token, too. Every completion token is trained, through the
+token that ends the turn. White space that a template writes after the turn is left out. A prompt of messages is
+rendered with the generation prompt, and plain strings are framed as in encoder.py.
 
 Too long. First the prompt loses tokens at its beginning, the same number in both documents: as many as the longer
 completion needs, but one token stays. Then each completion loses its end. With max_length=6, a prompt of 5 tokens and

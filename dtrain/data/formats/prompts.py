@@ -94,7 +94,7 @@ class PromptOptions:
         system: System message of conversations that have none.
         loss_on: If set, a sample has a second document: the row with its own answer, trained as in `data.loss_on`.
         tools: Schemas of tools that every prompt lists.
-        answers_row_tools: Whether something answers calls of the tools that rows list themselves.
+        answers_row_tools: Whether an environment of the library `verifiers` answers calls of tools that rows list.
     """
 
     max_prompt_length: int

@@ -169,7 +169,15 @@ class ProcessorFiles:
         return self.model.integer(key, minimum=0)
 
     def integer_of_tower(self, key: str, default: int, other: str | None = None) -> int:
-        """Return the number `key` of the processor. The tower's field `other` (by default `key`) must equal it."""
+        """Return a number of the processor that config.json's vision_config repeats.
+
+        A problem is added if the two numbers differ.
+
+        Args:
+            key: The processor's field.
+            default: The number if the processor's files do not have this field.
+            other: The field of vision_config. None if it has the name `key`, too.
+        """
         value = self.fields.integer(key, default)
         self.must_equal(key, value, self.vision, other or key)
         return value

@@ -200,7 +200,7 @@ class ImageReader:
         return [position for position, token in enumerate(ids) if token == self.token_id]
 
     def are_contiguous(self, ids: Sequence[int], images: Sequence[LaidOutImage]) -> bool:
-        """Return True if `ids` have exactly the image tokens of `images`, those of each image next to each other."""
+        """Check that `ids` have the image tokens of `images` and no others, with no text within an image."""
         positions = self.image_positions(ids)
         start = 0
         for image in images:
@@ -302,8 +302,8 @@ class ImageReader:
     def streams(self, ids: "Tensor", layouts: Sequence[Layout]) -> "dict[str, Tensor]":
         """Return the streams of a document; see `ImageProcessor.streams`.
 
-        Only the first image tokens, as many as the images have, count as images. A model may sample image tokens in its
-        completion, behind those of the prompt's images; they are text.
+        A model may sample image tokens in its completion, which belong to no image. So only the first image tokens, as
+        many as the layouts have, count as images. The others are text.
 
         Args:
             ids: Token ids of the document, [S].

@@ -526,7 +526,8 @@ def _write_samples(
         encode = _parallel_encode(stack, encoder, num_bytes, num_workers)
         # The chunks of a gzipped file count its uncompressed bytes, whose number is not known.
         bar = stack.enter_context(_progress_bar(label, None if has_gzip else num_bytes, progress))
-        # Results arrive in the order of the jobs, so a queue tells which file each result belongs to.
+        # `encode` reads jobs ahead of the results that it yields. Results keep the order of the jobs, so a queue of the
+        # jobs' file numbers maps each result to its file.
         file_numbers: deque[int] = deque()
 
         def jobs() -> Iterator["Job"]:
@@ -686,10 +687,10 @@ def delete_damaged_cache(directory: Path, ranks: Ranks) -> list[str]:
         UserError: On every rank, if a damaged cache cannot be deleted.
 
     Collectives:
-        Six to nine all-gathers of objects over `ranks`.
+        Six all-gathers of objects over `ranks`, or eight if the cache has images. Fewer if a file cannot be read.
     """
     damage = _find_damage(directory, ranks)
-    # Ranks that see the same directory have equal views. The first of them deletes it.
+    # Ranks that see the same directory get equal texts from `file_identity`. The first of these ranks deletes it.
     views = ranks.gather_results(lambda: None if damage is None else file_identity([directory.parent]))
     deletes = damage is not None and views.index(views[ranks.rank]) == ranks.rank
 
@@ -698,7 +699,7 @@ def delete_damaged_cache(directory: Path, ranks: Ranks) -> list[str]:
             return None
         try:
             with lock(directory):
-                # Looked at again with the lock, because another run may have made the cache again meanwhile.
+                # Check again under the lock: another run may have deleted the damaged cache and written a new one.
                 problem = _find_damage(directory, Ranks(single_process=True))
                 if problem is None:
                     return None

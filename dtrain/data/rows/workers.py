@@ -3,9 +3,10 @@
 A worker sends each batch as two tensors, because every tensor that is sent between processes needs an open file
 descriptor, and a batch of many rows would need hundreds. For example, two rows of 3 and 2 tokens are sent as
 
-    tokens  [5, num streams]   the columns are input_ids, labels, position_ids, ... of both rows, one after the other
-    pixels  [patches, values]  of the images of both rows
-    lengths [3, 2]             to split them again
+    streams       tensor of shape [5, num columns]   the tokens of both rows; columns input_ids, labels, ...
+    pixels        tensor of shape [patches, values]  the images of both rows
+    lengths       the list [3, 2]                    to split `streams` into rows again
+    num_patches   the list [504, 0]                  to split `pixels` into rows again
 """
 
 import signal

@@ -438,7 +438,7 @@ def _refuse_long(file: Path, line: int, size: int) -> None:
 
 
 def _text_size(value: Any) -> int:
-    """Return roughly how many characters a value of a table has as text, without images."""
+    """Estimate the number of characters of a table's value as text. Images count as 0."""
     if isinstance(value, dict):
         return sum(len(str(name)) + _text_size(item) for name, item in value.items())
     if isinstance(value, list):
@@ -571,7 +571,8 @@ def read_parquet(file: Path) -> Iterator[tuple[Chunk, bool]]:
     """Read a parquet file.
 
     Yields:
-        Chunks of at most CHUNK_ROWS rows and about MAX_ROW_BYTES, each with whether it may have a row that is larger.
+        (chunk, may_have_long_row): a chunk of at most CHUNK_ROWS rows and about MAX_ROW_BYTES, and whether the chunk is
+        larger than MAX_ROW_BYTES, so that one of its rows may be too long.
 
     Raises:
         UserError: If pyarrow is not installed, or the file is damaged.

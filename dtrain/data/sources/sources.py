@@ -117,7 +117,7 @@ def open_rows(
         UserError: If the section or a row is wrong.
 
     Collectives:
-        Every rank must call it: the first makes the cache, and the others wait for it (see `open_cache`).
+        Those of `open_cache`: every rank must call this function.
     """
     is_train = split == "train"
     data_name = f"{split} data"
@@ -353,15 +353,18 @@ def _notes_on_formats(
 def notes_on_endings(
     encoder: RowEncoder, formats: Collection[str], num_rows: int, num_string_prompts: int
 ) -> list[str]:
-    """Return the note on how the chat template ends replies, if it matters.
+    """Return a note if the model would not learn to end its replies, because of the chat template.
 
-    It does not matter if the template writes no row, or if the model does not generate text.
+    There is no such note if the template writes no row, or if the model does not generate text.
 
     Args:
         encoder: Encoder of the rows.
         formats: Formats of the rows.
         num_rows: Number of rows.
-        num_string_prompts: How many of them have a string prompt.
+        num_string_prompts: Number of rows with a string prompt.
+
+    Returns:
+        A list with the note, or an empty list.
     """
     all_are_raw_text = num_string_prompts == num_rows and encoder.prompts_as == TEXT
     is_templated = not TEMPLATED.isdisjoint(formats) and not all_are_raw_text

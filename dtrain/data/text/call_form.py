@@ -101,7 +101,8 @@ def learn_call_form(template: ChatTemplate, kind: CallKind, before: Sequence[Mes
     Args:
         template: The chat template.
         kind: The kind of message.
-        before: The conversation before the message. Needed if the template refuses the default.
+        before: The conversation before the message. The default is a single question of a user, which some templates
+            refuse.
     """
     probe = kind.probe()
 

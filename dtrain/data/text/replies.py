@@ -11,15 +11,18 @@ put into its prompt. For example:
 
 How a reply is found:
 
-1. `ChatTemplate.render_marked` tells which characters come from which message. So a turn is used as the template writes
-   it in this conversation: thinking that a template strips from earlier turns (Qwen3) is not trained.
-2. The header is removed from the beginning of the turn. It is the generation prompt. If the turn does not begin with
-   that (a generation prompt may have an empty thinking block that earlier turns lack), it is the header that the
-   template writes before a reply in the middle of a conversation, which is learned from a probe.
-3. If the template has no loop that can be marked, prefixes of the conversation are rendered instead.
-4. A `{% generation %}` block of the template is a reply as it is.
+1. `ChatTemplate.render_marked` returns the characters that come from each message: its turn. So a turn is trained as
+   the template writes it in this conversation. For example, thinking that a template strips from earlier turns (Qwen3)
+   is not trained.
+2. The header is removed from the beginning of the turn. Usually the header is the generation prompt. If the turn does
+   not begin with the generation prompt (which may have an empty thinking block that earlier turns lack), the header is
+   the text that the template writes before a reply in the middle of a conversation. A probe, a short known
+   conversation, shows this text.
+3. If the template has no loop that can be marked, a turn is found by rendering the conversation up to the message and
+   through the message.
+4. If the template has `{% generation %}` blocks, each block is a reply, and steps 2 and 3 are not needed.
 
-If none of this decides, the row is refused.
+If none of these steps finds the reply, the row is refused.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -42,7 +45,7 @@ Messages = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Headers:
-    """Texts around a reply. None: the template does not show it.
+    """Texts around a reply, found with a probe. None: the probe does not show this text.
 
     Attributes:
         prompt: Text that the generation prompt adds.
@@ -226,7 +229,14 @@ class Replies:
         return len(commonprefix([text, without.text[start:end]]))
 
     def _end_of_prompt(self, messages: Messages, tools: Messages | None, marked: MarkedText, index: int) -> int:
-        """Return the end of the generation prompt of messages[index], if the conversation begins with that prompt."""
+        """Return the position at which the reply messages[index] begins: the end of its generation prompt.
+
+        The conversation up to the message is rendered with the generation prompt. If the full conversation begins with
+        this text, the reply begins where this text ends.
+
+        Raises:
+            UserError: If the full conversation begins with another text.
+        """
         why = "its turn begins unlike its generation prompt"
         start, end = self._block(messages, tools, marked, index)
         try:
@@ -276,7 +286,7 @@ def _begin_of_opening(text: str, message: Mapping[str, Any], headers: Headers) -
 def note_on_ending(replies: Replies, tokenizer: Tokenizer, is_all_trained: bool) -> str | None:
     """Return a note if a model trained with this template would not learn to stop; otherwise None.
 
-    This is so if the template ends a reply without an EOS token, or leaves that token untrained.
+    The model does not learn to stop if the template ends a reply without an EOS token, or leaves that token untrained.
 
     Args:
         replies: Finder of replies.

@@ -326,7 +326,7 @@ class ChatTemplate:
         return result
 
     def _layout(self, with_tools: bool) -> _ContentLayout:
-        """Return the form in which the template reads contents. It is found once for each template."""
+        """Return the form in which the template reads contents, with tools or without. Each form is found once."""
         if with_tools not in self._layouts:
             self._layouts[with_tools] = self._find_layout([] if with_tools else None)
         return self._layouts[with_tools]
@@ -633,7 +633,7 @@ def _template_line(problem: BaseException) -> int | None:
 
 
 def _message_blocks(text: str, marks: Sequence[_Mark], num_messages: int) -> list[tuple[int, int] | None]:
-    """Return the characters of each message; None if no round, or more than one, wrote text in it."""
+    """Return the span of each message in `text`. None for a message that no loop round, or more than one, wrote."""
     spans_of_messages: list[list[tuple[int, int]]] = [[] for _ in range(num_messages)]
     for number, mark in enumerate(marks):
         if mark.kind != "round":

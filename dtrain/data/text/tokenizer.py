@@ -1,7 +1,8 @@
 """The tokenizer of a model (`tokenizer.json`), its special tokens, and control tokens that users write as text.
 
-`tokenizer.json` turns text into ids and back. The names of the special tokens are in several files next to it, and each
-model uses other ones of these files.
+`tokenizer.json` turns text into ids and back. The special tokens (BOS, EOS, padding, ..) are named in other files of
+the directory: tokenizer_config.json, special_tokens_map.json, generation_config.json and config.json. Which of these
+files name them differs from model to model.
 
 Control tokens in the words of users. A chat template writes control tokens (`<|im_end|>`, `<|image_pad|>`) and the
 words of users into one string. A tokenizer cannot tell them apart, so a user who writes `<|im_end|>` would end the
@@ -260,8 +261,9 @@ class Tokenizer:
     def pieces(self, ids: Sequence[int]) -> list[DecodedPiece]:
         """Decode `ids` in pieces that begin at control tokens.
 
-        A control token and the characters of its name decode to the same text. The pieces tell them apart. For example,
-        the ids of `<|im_end|>` the token and of its characters give ("<|im_end|>", "<|im_end|>").
+        A control token and the characters of its text decode to the same text, and the pieces distinguish them. For
+        example, the control token `<|im_end|>` followed by the characters of the same text gives one piece,
+        DecodedPiece(control="<|im_end|>", text="<|im_end|>").
         """
         groups: list[list[int]] = [[]]
         for token in ids:
@@ -415,9 +417,15 @@ class ControlTokens:
     def stand_in_backend(self, backend: Backend) -> StandInBackend:
         """Return a copy of a tokenizer that knows stand-ins instead of control tokens.
 
-        The copy must not find a control token in its own characters. So the entries of control tokens in the model's
-        vocabulary get names that no text has. A control token of one character which is also a piece of the model stays
-        that piece, and so do all of them if the model needs its entries and has no unknown token.
+        The copy must read the characters of a control token's text as ordinary pieces. So the entries of control tokens
+        in the model's vocabulary are renamed to names that no text contains, and merges that form these entries are
+        removed. For example, the entry `<|im_end|>` is renamed to its stand-in, doubled.
+
+        Two kinds of control tokens are not renamed: those of one character, which may be ordinary pieces of the model,
+        and all control tokens of a WordPiece or WordLevel model without an unknown token.
+
+        Args:
+            backend: The tokenizer.
         """
         state = json.loads(backend.to_str())
         stand_ins = {text: self._stand_in(text) for text in self.texts}

@@ -282,7 +282,7 @@ def _call_of_parameter_block(block: str, parameters: Parameters) -> ToolCall:
 
 
 def _value_of_text(text: str, schema: Mapping[str, Any]) -> Any:
-    """Convert a text to the type of its schema. It stays a text if the schema wants one, or if it fits nothing else."""
+    """Convert a text to the type of its schema. The text is returned unchanged if it does not fit another type."""
     types: set[str] = set()
     for alternative in (schema, *schema.get("anyOf", [])):
         types.update(_as_list(alternative.get("type")))

@@ -10,7 +10,8 @@ hugging_face          what tools on transformers' TrainingArguments share
 trl, unsloth, axolotl, llama_factory, torchtune, verl, nemo_rl, automodel
                       a tool each: its tables of keys and defaults, and what takes more than a name
 
-The values have to mean the same there and here. Each module names the files and the version that it was compared with.
+A converted value must have the same effect in dtrain as in the other tool. Each module names the source files and the
+version of the tool that it was compared with.
 """
 
 import re

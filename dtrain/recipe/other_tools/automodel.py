@@ -100,6 +100,7 @@ DATASETS = ("ChatDataset", "ColumnMappedTextInstructionDataset")
 
 
 def convert(draft: Draft) -> None:
+    """Write the content of a file of NeMo Automodel to the draft."""
     draft.set_defaults(DEFAULTS)
     _convert_distillation(draft)
     draft.method = str(draft.values.get("method", "sft"))

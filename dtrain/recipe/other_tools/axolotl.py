@@ -104,6 +104,7 @@ ALPACA_PROMPTS = (
 
 
 def convert(draft: Draft) -> None:
+    """Write the content of a file of axolotl to the draft."""
     adapter = draft.take("adapter")
     has_adapter = adapter in ("lora", "qlora")
     draft.set_defaults(hugging_face.DEFAULTS, DEFAULTS)
@@ -138,7 +139,7 @@ def convert(draft: Draft) -> None:
 
 
 def _convert_method_name(draft: Draft) -> None:
-    """Write the method: `rl` names it, `reward_model: true` trains a reward model, and neither is fine-tuning."""
+    """Write the method: the value of `rl`, or reward with `reward_model: true`, or else supervised fine-tuning."""
     name = draft.take("rl")
     if draft.take("reward_model") is True:
         draft.put("method", "reward", "reward_model")

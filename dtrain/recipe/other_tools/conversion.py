@@ -62,7 +62,7 @@ class Conversion:
         return "\n".join(lines)
 
     def answer(self) -> str:
-        """Return the message to somebody who gave the file to dtrain as a recipe."""
+        """Return the end of the error for a file of another tool that was given as a recipe: the converted recipe."""
         if self.tool is None:
             head = (
                 "it is written for another tool, whose defaults are not known here; what has a key here, as a recipe, "

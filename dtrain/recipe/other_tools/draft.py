@@ -193,7 +193,7 @@ class Draft:
         return default
 
     def take_list(self, *names: str) -> list[Any]:
-        """Return the first of these keys' values as a list. One entry, or entries with commas between them, are one."""
+        """Return the first of these keys' values as a list. A text is split at its commas, as in `as_list`."""
         return as_list(self.take(*names))
 
     def take_entries(self, name: str) -> list[dict[str, Any]]:
@@ -339,12 +339,12 @@ class Draft:
     # The end
 
     def carry_aliases(self) -> None:
-        """Write every key that nobody has read under the name that key_aliases.toml gives it, if it gives one."""
+        """Write every unread key for which key_aliases.toml has a key of the recipe."""
         for key in [key for key in self.file if key not in self._read]:
             self._carry_by_alias(key)
 
     def finish(self) -> Conversion:
-        """Fill in the tool's defaults, list the keys that nobody has read as lost, and return the result."""
+        """Fill in the tool's defaults, list all unread keys as lost, and return the conversion."""
         for key in [key for key in self.file if key not in self._read]:
             self._lose_unread(key)
         for key, text in self._unresolved.items():
@@ -361,7 +361,11 @@ class Draft:
         return Conversion(name, version, values, self.comments, self.notes, self.lost)
 
     def _carry_by_alias(self, source: str) -> None:
-        """Write a key of the file under the recipe's key that key_aliases.toml gives for it, if it gives one."""
+        """Write a key of the file to the recipe's key for it, if there is one.
+
+        The recipe's key is that of key_aliases.toml, or else the same key, or else the only key whose last part is the
+        same.
+        """
         value = self.file[source]
         if value is None or value == "auto" or _is_unset(value):
             self._read.add(source)
@@ -425,12 +429,17 @@ class Draft:
 
 
 def find_meaning(key: str, value: Any) -> Meaning | None:
-    """Return a value of a recipe's key in dtrain's words.
+    """Translate another tool's value of a recipe's key to dtrain's value.
 
-    key_aliases.toml writes a meaning as `value`, `value, with key=value and key=value`, or `value, remark`.
+    key_aliases.toml writes a translation as `value`, `value, with key=value and key=value`, or `value, remark`.
+
+    Args:
+        key: The recipe's key, such as "optimizer.name".
+        value: The other tool's value, such as "adamw_bnb_8bit".
 
     Returns:
-        The meaning; the value itself if the table does not have it; None if the table only has advice for it.
+        The translation. A value that is not in the table is returned unchanged. None if the table has only advice,
+        because dtrain has no such value.
     """
     text = spelling.find_dtrain_value(key, value)
     if text is None:
@@ -449,7 +458,12 @@ def find_meaning(key: str, value: Any) -> Meaning | None:
 
 
 def as_list(value: Any) -> list[Any]:
-    """Return a value that may be one entry, a list, or entries with commas between them, as a list."""
+    """Return a value as a list. A text is split at its commas, and any other single value is the only entry.
+
+    Example:
+        >>> as_list("q_proj, v_proj"), as_list(["q_proj"]), as_list(3), as_list(None)
+        (['q_proj', 'v_proj'], ['q_proj'], [3], [])
+    """
     if isinstance(value, str):
         return [part.strip() for part in value.split(",") if part.strip()]
     if isinstance(value, Iterable) and not isinstance(value, Mapping):
@@ -458,7 +472,14 @@ def as_list(value: Any) -> list[Any]:
 
 
 def as_number(value: Any) -> int | float | None:
-    """Return a number, or text that is one, such as "1e-5", which YAML reads as text. None for everything else."""
+    """Return a value as a number. None if it is no finite number of an ordinary size.
+
+    YAML reads some numbers as text, such as 1e-5.
+
+    Example:
+        >>> as_number("1e-5"), as_number(8), as_number("auto"), as_number(True)
+        (1e-05, 8, None, None)
+    """
     if isinstance(value, bool):
         return None
     if isinstance(value, str):
@@ -526,7 +547,9 @@ def put_datasets(draft: Draft, section: str, datasets: Sequence[Dataset], source
     Data sets with the same options become a list of paths, others become `sources`.
 
     Args:
+        draft: The draft.
         section: "data.train" or "data.val".
+        datasets: The data sets.
         source: The file's key, for messages.
     """
     if not datasets:
@@ -545,7 +568,13 @@ def put_datasets(draft: Draft, section: str, datasets: Sequence[Dataset], source
 
 
 def put_split(draft: Draft, value: Any, source: str) -> str | None:
-    """Return the name of the training split; a slice such as `train[:95%]` becomes a lost key instead."""
+    """Return the name of a split. A slice such as `train[:95%]` is listed as a lost key, and None is returned.
+
+    Args:
+        draft: The draft.
+        value: The split as the file writes it.
+        source: The file's key, for messages.
+    """
     if value is None:
         return None
     if "[" in str(value) or "+" in str(value):

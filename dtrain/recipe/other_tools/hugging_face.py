@@ -1,7 +1,7 @@
 """Keys of transformers' TrainingArguments, which TRL, axolotl, LLaMA-Factory and Unsloth share.
 
-Compared with transformers 5.23. Keys that only have another name here are in key_aliases.toml; these functions hold
-what takes more than a name.
+Compared with transformers 5.23. Keys that only have another name in dtrain are in key_aliases.toml. This module
+converts the keys whose values must be changed or combined.
 """
 
 import math
@@ -65,10 +65,11 @@ DOUBLE_QUANTIZATION = "bitsandbytes may quantize nf4's scales too (double quanti
 def convert_training(
     draft: Draft, *, null_is_off: bool = True, rounding: Literal["up", "axolotl"] = "up", accumulation: int = 1
 ) -> None:
-    """Write all keys of TrainingArguments that take more than another name. Data sets must be written before.
+    """Write the keys of TrainingArguments that this module converts. Data sets must be written before.
 
     Args:
-        null_is_off: Whether `max_grad_norm: null` switches clipping off. Otherwise it stands for the default.
+        draft: The draft.
+        null_is_off: Whether `max_grad_norm: null` switches clipping off. Otherwise null means the default.
         rounding: How the tool rounds a warm-up that is a share of the steps. See `convert_schedule`.
         accumulation: The tool's default of gradient accumulation.
     """
@@ -144,8 +145,9 @@ def convert_schedule(draft: Draft, *, rounding: Literal["up", "axolotl"]) -> Non
     """Write the schedule and its warm-up.
 
     Args:
-        rounding: How the tool rounds a warm-up that is a share of the steps. "axolotl": down, at most 100 steps unless
-            the file gives the share, and 2 steps where that makes 1.
+        draft: The draft.
+        rounding: How the tool rounds a warm-up that is a share of the steps. "up": to the next whole number. "axolotl":
+            down, with 2 steps in place of 1, and at most 100 steps if the share is axolotl's default.
     """
     name = draft.take("lr_scheduler_type", "lr_scheduler")
     source = "lr_scheduler_type" if "lr_scheduler_type" in draft.file else "lr_scheduler"

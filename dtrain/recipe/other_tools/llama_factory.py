@@ -57,6 +57,7 @@ NEEDLESS = (
 
 
 def convert(draft: Draft) -> None:
+    """Write the content of a file of LLaMA-Factory to the draft."""
     stage = str(draft.take("stage", default="sft"))
     if stage == "ppo":
         draft.lose("stage", "PPO needs a critic; method=grpo does not")

@@ -1,7 +1,10 @@
-"""Files of NeMo-RL, whose settings all stand in YAML: a file names the example that it builds on in `defaults`.
+"""Files of NeMo-RL.
 
-Compared with examples/configs (sft, dpo, rm, grpo_math_1B and distillation_math.yaml), nemo_rl/algorithms and
-nemo_rl/models/automodel of commit 7ea279a. That example's values are the defaults here.
+NeMo-RL has no defaults in code. A file names in `defaults` one of NeMo-RL's example files, whose values it inherits. So
+the tables of defaults below have the values of these examples: examples/configs/sft.yaml, dpo.yaml, rm.yaml,
+grpo_math_1B.yaml and distillation_math.yaml.
+
+Compared with these files, nemo_rl/algorithms and nemo_rl/models/automodel of commit 7ea279a.
 """
 
 from collections.abc import Mapping
@@ -10,8 +13,10 @@ from typing import Any
 from dtrain.recipe.other_tools.draft import Dataset, Draft, Tool, put_chat_template, put_datasets, put_split
 
 METHODS = {"grpo": "grpo", "ppo": "ppo", "dpo": "dpo", "sft": "sft", "distillation": "distill", "rm": "reward"}
-"""The file's section and the method. Its first section in this order counts. dtrain refuses a recipe with method=ppo,
-which needs a critic, instead of training otherwise."""
+"""Name of a section of the file -> dtrain's method. The first of these sections that the file has decides.
+
+dtrain has no method ppo, which needs a critic. It refuses the converted recipe, instead of training by another method.
+"""
 
 DEFAULTS: dict[str, Any] = {
     "run.seed": 42,
@@ -213,6 +218,7 @@ VALIDATION = (
 
 
 def convert(draft: Draft) -> None:
+    """Write the content of a file of NeMo-RL to the draft."""
     section = next((name for name in METHODS if any(key.startswith(f"{name}.") for key in draft.file)), "sft")
     draft.method = draft.typed_method or METHODS[section]
     draft.set("method", draft.method)

@@ -132,6 +132,7 @@ ALPACA_PROMPTS = "torchtune writes Alpaca's rows into Alpaca's own text; here th
 
 
 def convert(draft: Draft) -> None:
+    """Write the content of a file of torchtune to the draft."""
     draft.set_defaults(DEFAULTS)
     _convert_losses(draft)
     draft.method = str(draft.values.get("method", "sft"))

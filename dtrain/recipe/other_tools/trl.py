@@ -90,6 +90,7 @@ def method_of(draft: Draft) -> str:
 
 
 def convert(draft: Draft) -> None:
+    """Write the content of a file of TRL's command line to the draft."""
     draft.method = method_of(draft)
     has_adapter = draft.take_flag("use_peft", default=False)
     draft.set_defaults(hugging_face.DEFAULTS, DEFAULTS, METHOD_DEFAULTS[draft.method])
@@ -213,6 +214,7 @@ def _add_notes(draft: Draft, has_adapter: bool) -> None:
 
 
 def convert_handbook(draft: Draft) -> None:
+    """Write the content of a file of the alignment handbook to the draft."""
     mixture = draft.section("dataset_mixture")
     entries = draft.take_entries("dataset_mixture.datasets")
     datasets = [_handbook_dataset(draft, entry) for entry in entries]

@@ -28,6 +28,7 @@ LORA_DEFAULTS: dict[str, Any] = {
 
 
 def convert(draft: Draft) -> None:
+    """Write the content of a file with Unsloth's arguments to the draft."""
     draft.method = trl.method_of(draft)
     has_adapter = not draft.take_flag("full_finetuning", default=False)
     draft.set_defaults(hugging_face.DEFAULTS, trl.DEFAULTS, trl.METHOD_DEFAULTS[draft.method], DEFAULTS)

@@ -1,8 +1,8 @@
 """Files of verl: the resolved settings of its PPO trainer (`actor_rollout_ref`, with GRPO and its relatives) and SFT.
 
 Compared with verl/trainer/config, verl/trainer/ppo/core_algos.py and verl/workers of verl 0.10, and for files with
-`model.partial_pretrain` with sft_trainer.yaml of verl 0.4. A script's overrides (`data.train_batch_size=1024`) are
-written as lines `data.train_batch_size: 1024`, or nested, first.
+`model.partial_pretrain` with sft_trainer.yaml of verl 0.4. verl's scripts pass settings as overrides such as
+`data.train_batch_size=1024`. The user first writes these to a file, as lines `data.train_batch_size: 1024` or nested.
 """
 
 from typing import Any
@@ -218,6 +218,7 @@ _CLASSES = "_target_"
 
 
 def convert(draft: Draft) -> None:
+    """Write the content of a file of verl to the draft."""
     draft.set_defaults(SHARED_DEFAULTS)
     is_rollout = any(key.startswith(("actor_rollout_ref.", "algorithm.")) for key in draft.file)
     if is_rollout:
@@ -325,7 +326,11 @@ def _convert_rollout_training(draft: Draft) -> None:
 
 
 def _convert_estimator(draft: Draft) -> None:
-    """Write how advantages are computed. Estimators that need a critic, or that dtrain lacks, are no method here."""
+    """Write the method, the baseline of advantages and their scale, which `adv_estimator` decides.
+
+    For an estimator that dtrain does not have, a method is written that dtrain refuses, so that nobody trains with
+    another estimator by mistake.
+    """
     name = str(draft.take("algorithm.adv_estimator", default="gae"))
     divides = draft.take("algorithm.norm_adv_by_std_in_grpo", default=True)
     if name not in ESTIMATORS:
