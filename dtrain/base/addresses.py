@@ -32,7 +32,7 @@ def local_address_towards(host: str, port: int) -> str | None:
 
 
 def choose_listen_address(host: str, port: int) -> str:
-    """Return the address to listen at so that other processes reach it when they look up `host`.
+    """Return an address to listen at, which other processes can connect to by the name `host`.
 
     Args:
         host: Name or address of this machine.

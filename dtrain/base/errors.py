@@ -129,7 +129,7 @@ class RecipeError(UserError):
 
 
 def problems_of_error(key: str, error: OSError | UserError) -> list[Problem]:
-    """Return the problems that an error reports. An error that is no RecipeError is one problem of `key`."""
+    """Return the problems of a RecipeError, or any other error as one problem of `key`."""
     if isinstance(error, RecipeError):
         return error.problems
     return [Problem(key, describe_error(error))]
@@ -175,7 +175,7 @@ def merge_problems(refused: Iterable[Problem], found: Iterable[Problem]) -> list
 
 
 def _was_given(problem: Problem, refused_keys: Iterable[str]) -> bool:
-    """Check whether a refused value is the missing one, contains it, or is an entry of it.
+    """Check whether the key that a problem reports as missing was set to a value that was refused.
 
     For example, the refused key `data.train` contains `data.train.path`, and `scheduler[0]` is an entry of `scheduler`.
     """

@@ -90,7 +90,7 @@ def checksum(path: Path) -> FileRecord:
 
 
 def write_synced(path: Path, text: str) -> FileRecord:
-    """Write a text file and sync it to disk. For files in a directory that is not published yet."""
+    """Write a text file directly, and sync it to disk. Only for files in a directory that is not published yet."""
     content = text.encode()
     _write(path, content)
     return FileRecord(bytes=len(content), crc32=f"{zlib.crc32(content):08x}")

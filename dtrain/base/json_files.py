@@ -141,7 +141,7 @@ def read_json(path: Path, *, max_bytes: int = SMALL_FILE_BYTES, allow_nan: bool 
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object of JSON. Raises ValueError if it has a name twice, of which Python would keep the last value."""
+    """Build the dict of a JSON object. Raises ValueError for a duplicate name (Python would keep its last value)."""
     members = dict(pairs)
     if len(members) < len(pairs):
         seen: set[str] = set()

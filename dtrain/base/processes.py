@@ -36,7 +36,7 @@ def stop_signals_handled_by(handle: Callable[[int, FrameType | None], None]) -> 
 
 
 def exit_without_saving(signum: int, frame: FrameType | None) -> None:
-    """Signal handler for the time before the first step: print a message, and exit with the signal's status.
+    """Print a message and exit with the signal's status: the signal handler before the first step.
 
     The handler does not raise an exception, because torch aborts if an exception is raised while torch is imported.
     """

@@ -151,7 +151,7 @@ def closest_name(word: str, known: Collection[str]) -> str | None:
 
 
 def directory_hint(path: str) -> str:
-    """Return the end of a message about a missing directory: a similar name next to it, or the first five names."""
+    """Return the end of a message about a missing directory: a similar directory of its parent, or five of them."""
     parent = Path(path).parent
     entries = parent.iterdir() if parent.is_dir() else []
     names = sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))

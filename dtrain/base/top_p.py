@@ -147,7 +147,10 @@ def top_p_mask(logits: Tensor, top_p: float) -> Tensor:
 
 @Fused
 def _mask_down_to(threshold: Tensor, logits: Tensor, p: Tensor, share: Tensor) -> Tensor:
-    """Return the mask of the logits above the threshold, and of as many that equal it as `share` needs.
+    """Return the mask of the tokens with logits above the threshold, and of the needed tokens at the threshold.
+
+    Tokens with logits equal to the threshold are added in the order of their ids until `share` is reached, at least
+    one. For example, with probabilities 0.4, 0.2, 0.2, 0.2 and share 0.5, the first two tokens are kept.
 
     Args:
         threshold: [n, 1].

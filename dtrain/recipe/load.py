@@ -170,7 +170,7 @@ def load_with_problems(
 
 
 def _read_source(recipe: str | Path | Mapping | Recipe, sections: Mapping[str, type]) -> tuple[str | None, dict]:
-    """Return the stem of the recipe's file (None without a file), and the tree of the keys that are written in it."""
+    """Read a recipe. Return the stem of its file (None without a file), and the tree of the keys that it sets."""
     if isinstance(recipe, str | Path):
         path = find_recipe(recipe)
         return path.stem, _read_file(path, sections)

@@ -56,7 +56,7 @@ class LoadedRecipe(Recipe):
     __hash__ = None  # type: ignore[assignment]  # as Python does for a class with __eq__ and without __hash__
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle by the sections: the class of a loaded recipe is made at run time, so no module has it."""
+        """Pickle the sections and the values. The class is made at run time, so pickle cannot import it by its name."""
         return _unpickle, (self.method_sections, vars(self))
 
 

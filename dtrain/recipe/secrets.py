@@ -195,7 +195,7 @@ def is_secret(tree: Any, path: Path, value: Any) -> bool:
 
 
 def may_be_word(value: str) -> bool:
-    """Check whether `value` may be a word or a name, as it may be anywhere in a text."""
+    """Check whether a value may be an ordinary word or name, which also occurs in texts that are not secret."""
     return bool(re.fullmatch(r"[A-Za-z_]{1,24}", value))
 
 

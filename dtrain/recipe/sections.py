@@ -210,12 +210,21 @@ def _set_in_place_of_section(section: object, key: str, key_type: _KeyType, valu
 
 
 def _set(section: object, key: str, hint: Any, value: Any, dotted: str) -> list[Problem]:
-    """Set a key to a value, converted to its type; return the problems if it does not fit."""
+    """Convert a value to the type of a key, and set the key. Return the problems if the value does not fit."""
     texts = _set_or_refuse(section, key, hint, value, dotted)
     return [Problem(dotted, text) for text in texts]
 
 
 def _set_or_refuse(section: object, key: str, hint: Any, value: Any, dotted: str) -> list[str]:
+    """Set a key as `_set` does, but return the texts of the problems.
+
+    Args:
+        section: The section.
+        key: Name of the key in the section.
+        hint: Type of the key.
+        value: The value.
+        dotted: The dotted key, for messages.
+    """
     alternatives = type_alternatives(hint)
     choices: list[Any] = []
     for alternative in alternatives:

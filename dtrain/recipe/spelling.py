@@ -157,7 +157,7 @@ VALUES_BY_KEY = {
 
 
 def explain_unknown_key(key: str) -> str | None:
-    """Return what dtrain has in place of an unknown key.
+    """Explain an unknown key of another tool: dtrain's key for it, or why dtrain has none.
 
     Args:
         key: The key, with its sections or without.

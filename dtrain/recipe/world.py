@@ -207,7 +207,7 @@ def num_dp_ranks(recipe: Recipe, world_size: int) -> int:
 
 
 def _expert_problems(ep: int, dp_shard: int, cp: int) -> list[Problem]:
-    """Check that ep divides the ranks over which it is laid out."""
+    """Return a problem if ep does not divide dp_shard × cp, the ranks that share the experts."""
     num_ranks = dp_shard * cp
     if num_ranks % ep == 0:
         return []

@@ -115,7 +115,7 @@ class TensorShard(Tensor):
         return items
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """Return the one chunk of this rank; none for an empty shard."""
+        """Return a list with the chunk of this rank. An empty shard has no chunk."""
         if not self.local.numel():
             return []
         return [ChunkStorageMetadata(self.offsets, self.local.shape)]

@@ -145,7 +145,7 @@ class CheckpointStore:
         return [step for step in self.published_steps() if not self.check_files(step)]
 
     def published_steps(self) -> list[int]:
-        """Return all steps that have their final name, ascending, also those damaged since. No collective."""
+        """Return all published steps, ascending, including steps that were damaged later. No collective."""
         if not self.directory.is_dir():
             return []
         steps = []
@@ -477,6 +477,7 @@ class CheckpointStore:
             raise DamagedCheckpointError("\n".join(errors))
 
     def _checksum_errors(self, step: int, names: list[str]) -> list[str]:
+        """Compare files of a step with the manifest's sizes and checksums, and check that JSON files are readable."""
         files = self._manifest(step)["files"]
         errors = []
         for name in names:
@@ -665,7 +666,15 @@ class Origin:
 
     @classmethod
     def read(cls, record: Any, file: Path) -> "Origin":
-        """Read the record of `file`, a JSON value. Raises UserError."""
+        """Check and read a record.
+
+        Args:
+            record: The record, a JSON value.
+            file: The file that contains the record, for messages.
+
+        Raises:
+            UserError: If the record does not have exactly the fields of this class.
+        """
         types = {"path": str, "step": int, "identity": str, "save": str | None}
         has_fields = isinstance(record, dict) and record.keys() == types.keys()
         if not has_fields or not all(isinstance(record[key], of_type) for key, of_type in types.items()):

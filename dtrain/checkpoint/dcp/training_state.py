@@ -61,7 +61,7 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def tensor_aliases(model: nn.Module) -> dict[str, list[str]]:
-    """Return all names of each tensor, under its first one, which is the name in `model_tensors`.
+    """Return all names of each tensor, by its first name, which is its name in `model_tensors`.
 
     Example:
         >>> model = nn.ModuleDict({"embed": nn.Embedding(4, 2), "head": nn.Linear(2, 4, bias=False)})
@@ -111,9 +111,14 @@ def training_tensors(model: nn.Module, optimizer: Optimizer | None = None, *, fr
 
 
 def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Return the part of an optimizer that a checkpoint has as JSON. No collective.
+    """Return the part of an optimizer that a checkpoint stores as JSON: groups, options and scalars. No collective.
 
-    Options that are not numbers, strings or sequences of them are left out. On a resume they come from the recipe.
+    Options that are not numbers, strings or sequences of these are left out. On a resume, the new optimizer's options
+    are used for them.
+
+    Args:
+        model: The model.
+        optimizer: Its optimizer.
 
     Returns:
         {"groups": [{"params": [names], "values": {option: value}}],
@@ -351,7 +356,7 @@ def _check_groups(optimizer: Optimizer, names: dict[int, str], saved: list[Saved
 
 
 def _is_json(value: Any) -> bool:
-    """Check for a scalar, a tensor of one element without dimensions, or nested sequences of them."""
+    """Check whether a value is a scalar, a tensor without dimensions, or a nested sequence of these."""
     if isinstance(value, Tensor):
         return value.dim() == 0
     if isinstance(value, list | tuple):

@@ -172,8 +172,9 @@ def type_of(shape: Sequence[int], kind: str) -> str:
 
     Vectors are f32. In a file of q8_0, matrices whose rows cannot be divided into blocks are f16.
 
-    >>> type_of([64], "q8_0"), type_of([64, 64], "q8_0"), type_of([64, 40], "q8_0")
-    ('f32', 'q8_0', 'f16')
+    Example:
+        >>> type_of([64], "q8_0"), type_of([64, 64], "q8_0"), type_of([64, 40], "q8_0")
+        ('f32', 'q8_0', 'f16')
     """
     if len(shape) == 1:
         return "f32"
@@ -194,9 +195,16 @@ def check_output(out: Path, kind: str) -> None:
 
 @contextmanager
 def gguf_writer(out: Path, arch: str) -> Iterator[Any]:
-    """Context with a GGUFWriter. The file gets its name when the block ends without an error, and is deleted otherwise.
+    """Context with a GGUFWriter of a temporary file, which is renamed to `out` if the block ends without an error.
 
-    Raises UserError for errors of the disk.
+    After an error, the temporary file is deleted.
+
+    Args:
+        out: The new file.
+        arch: llama.cpp's architecture.
+
+    Raises:
+        UserError: For errors of the disk.
     """
     from gguf import GGUFWriter
 
@@ -217,7 +225,15 @@ def gguf_writer(out: Path, arch: str) -> Iterator[Any]:
 
 
 def write_tensors(writer: Any, tensors: Sequence[GgufTensor]) -> None:
-    """Write the header of a GGUFWriter, to which all keys have been added, and then the tensors one by one."""
+    """Write the header of a GGUF file, and then its tensors one by one.
+
+    Args:
+        writer: The GGUFWriter, to which all keys have been added.
+        tensors: The tensors. Each is read when it is written.
+
+    Raises:
+        UserError: If a tensor has values that its type does not have.
+    """
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
     from gguf.quants import quantize
 

@@ -114,6 +114,16 @@ def read_vocabulary(directory: Path, base: Path, rows: int, template: Path) -> V
 
 
 def _read(tokenizer: Tokenizer, written: Mapping[str, Any], rows: int) -> Vocabulary:
+    """Convert a tokenizer to llama.cpp's form, without its chat template.
+
+    Args:
+        tokenizer: The tokenizer.
+        written: Content of its tokenizer.json.
+        rows: Rows of the model's embedding.
+
+    Raises:
+        UserError: If llama.cpp would give other ids for some text. The error names the part of tokenizer.json.
+    """
     model = written["model"]
     if model.get("type") != "BPE":
         raise UserError(f"model: its type is {model.get('type')}; BPE is written")
@@ -140,6 +150,7 @@ def _read(tokenizer: Tokenizer, written: Mapping[str, Any], rows: int) -> Vocabu
 
 
 def _read_byte_level(vocabulary: Vocabulary, written: Mapping[str, Any], pairs: Sequence[tuple[str, ...]]) -> None:
+    """Set the fields of a vocabulary of kind "gpt2": the name of its regular expressions, and merges."""
     normalizer = written.get("normalizer")
     if normalizer is not None and normalizer.get("type") != "NFC":
         raise UserError(f"normalizer: llama.cpp has none, and this one is {normalizer.get('type')}")
@@ -195,6 +206,7 @@ def _regexes(entry: Mapping[str, Any]) -> list[str]:
 def _read_sentencepiece(
     vocabulary: Vocabulary, tokenizer: Tokenizer, written: Mapping[str, Any], pairs: Sequence[tuple[str, ...]]
 ) -> None:
+    """Set the fields of a vocabulary of kind "llama": byte tokens, the unknown token and scores. Raises UserError."""
     if written["model"].get("ignore_merges"):
         raise UserError("model: it looks whole words up before it merges (ignore_merges)")
     vocabulary.adds_space = _adds_space(written)

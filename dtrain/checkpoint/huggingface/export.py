@@ -190,7 +190,11 @@ def _open_adapter(
 def _open_step(
     store: CheckpointStore, step: int, dtype: torch.dtype | None, form: str | None, original_base: bool
 ) -> ModelExport | AdapterExport:
-    """Open a step of a run. It has the trained weights, and the frozen ones only if no files have them."""
+    """Open a step of a run.
+
+    A step contains the trained weights. It contains frozen weights only if they are in no files, for example because
+    the run began with random weights.
+    """
     directory, run = store.path(step), store.directory.absolute().parent
     facts, state = RunFacts.from_run(run), store.read_state(step)
     description = f"step {step} of {run}"
@@ -265,10 +269,10 @@ def _entries(
         model: The model on meta.
         layout: Layout of the files.
         dtype: Their dtype. None keeps that of each tensor.
-        saved: Shape and dtype of the tensors that a step has.
-        read: Reads one of these.
-        base: The other tensors.
-        adapter: The adapter.
+        saved: Shape and dtype of the tensors that a step has, by name. Empty without a step.
+        read: Reads a tensor of the step by its name. None without a step.
+        base: The weights that the step does not have. None if it has all weights.
+        adapter: The adapter. None if there is none.
     """
     tensors, aliases, exact = model_tensors(model), tensor_aliases(model), exact_names(model)
 

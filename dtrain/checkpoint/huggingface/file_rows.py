@@ -176,10 +176,11 @@ def adapter_in_file(name: str, tensor: "Tensor") -> "Tensor":
 
 
 def adapter_shape_in_file(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of `adapter_in_file`.
+    """Return the shape of the tensor that `adapter_in_file` returns, for a parameter of this name and shape.
 
-    >>> adapter_shape_in_file("experts.gate_up_proj.lora_A", (4, 8, 64))
-    (32, 64)
+    Example:
+        >>> adapter_shape_in_file("experts.gate_up_proj.lora_A", (4, 8, 64))
+        (32, 64)
     """
     if len(shape) != 3 or not is_adapter(name):
         return shape

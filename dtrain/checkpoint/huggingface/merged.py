@@ -75,7 +75,12 @@ class FullWeight:
         return self.shape.numel() * self.dtype.itemsize
 
     def in_file(self, name: str, dtype: torch.dtype | None) -> "FullWeight":
-        """Return the weight as the tensor `name` of a file. `dtype` None keeps its dtype, as integers always do."""
+        """Return the weight with its name and dtype in a file.
+
+        Args:
+            name: Name of the tensor in the file.
+            dtype: Dtype in the file. None keeps the weight's dtype. Integers always keep their dtype.
+        """
         if dtype is None or not self.dtype.is_floating_point:
             return replace(self, names=[name])
         return replace(self, names=[name], dtype=widen_exact(dtype, self.exact))
@@ -119,7 +124,9 @@ def full_weights(model: nn.Module) -> dict[str, FullWeight]:
 
 
 def weights_in_files(model: nn.Module | ModelConfig, weights: Mapping[str, FullWeight]) -> dict[str, FullWeight]:
-    """Turn the weights of a model into those of its files: joined matrices, and experts one by one (`file_rows`).
+    """Convert the weights of a model to the tensors of its files, in which matrices may be joined or experts separate.
+
+    The module `file_rows` describes the differences between the two.
 
     Args:
         model: The model or its ModelConfig.
@@ -325,14 +332,24 @@ def exact_names(model: nn.Module) -> set[str]:
 def widen_exact(dtype: torch.dtype, exact: bool) -> torch.dtype:
     """Return `dtype`, or at least float32 for a tensor that needs full precision.
 
-    >>> widen_exact(torch.bfloat16, exact=True)
-    torch.float32
+    Example:
+        >>> widen_exact(torch.bfloat16, exact=True)
+        torch.float32
     """
     return torch.promote_types(dtype, torch.float32) if exact else dtype
 
 
 def stored_weight(files: WeightFiles, name: str, dtype: torch.dtype | None = None) -> FullWeight:
-    """Return a tensor of files, to be written in `dtype` or, with None, in its own."""
+    """Return a tensor of existing files as a weight to write.
+
+    Args:
+        files: The files.
+        name: Name of the tensor.
+        dtype: Dtype in which it is written. None keeps its dtype in the files.
+
+    Raises:
+        UserError: If dtrain does not copy tensors of this dtype.
+    """
     stored = files.stored[name]
     stored_dtype = COPIED_DTYPES.get(stored.kind)
     if stored_dtype is None:

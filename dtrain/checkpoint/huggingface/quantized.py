@@ -47,7 +47,7 @@ def file_name(name: str) -> str:
 
 
 def weight_shape(name: str, tensor: Tensor) -> tuple[int, ...]:
-    """Return the shape of a model's tensor; for codes, that of the weight: a byte has two codes."""
+    """Return the shape of a model's tensor. For 4-bit codes, return the shape of the weight (two codes per byte)."""
     if name.endswith(CODES):
         return (*tensor.shape[:-1], 2 * tensor.shape[-1])
     return tuple(tensor.shape)

@@ -169,6 +169,6 @@ def candidate_names(model: nn.Module, names: list[str]) -> list[str]:
 
 
 def is_carried(model: nn.Module, name: str) -> bool:
-    """Check whether a tensor of the files is of a part that dtrain does not train, and that exports copy."""
+    """Check whether a tensor of the files belongs to a part that dtrain does not train. Exports copy such tensors."""
     patterns: tuple[str, ...] = getattr(model, "carried_checkpoint_names", ())
     return any(re.fullmatch(pattern, name) for pattern in patterns)

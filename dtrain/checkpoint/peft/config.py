@@ -272,7 +272,7 @@ def base_problems(directory: Path, model: Path) -> list[Problem]:
 
 
 def base_notes(directory: Path, model: Path) -> list[str]:
-    """Return notes for the user if it is unknown whether the adapter in `directory` was trained on `model`."""
+    """Return a note for the user if it is unknown whether the adapter in `directory` was trained on `model`."""
     try:
         if not is_adapter_directory(directory) or _is_base(directory, model) is not None:
             return []

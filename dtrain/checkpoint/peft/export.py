@@ -46,7 +46,7 @@ class StoredAdapter:
         model: The model of its base.
         config: The adapter's config.
         adapted: Rank and scale of each adapted layer, by its name in files.
-        whole: Names of the linear layers that are trained fully, in files.
+        whole: Names in files of the linear layers that are trained in full (`modules_to_save`).
         parameters: Shapes of the model's parameters, by name.
         files: The adapter's tensors.
 
@@ -159,7 +159,7 @@ class StoredAdapter:
         return self.files.read(self._peft_names(name)[0])
 
     def padded_shape(self, name: str, rank: int) -> tuple[int, int]:
-        """Return the shape of an A or B after it is filled up to a rank."""
+        """Return the shape of a layer's A or B after `fold_scale` with this rank."""
         rows, columns = self.files.stored[self._peft_names(name)[0]].shape
         return (rank, columns) if name.endswith("A") else (rows, rank)
 

@@ -344,7 +344,10 @@ class RowEncoder:
         return columns is not None and all(isinstance(row.get(column), str) for column in columns)
 
     def as_messages(self, row: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-        """Return a row with its strings as messages if `prompts_as` is user; otherwise the row itself."""
+        """Convert the prompt and completions of a row to messages, if they are strings and `prompts_as` is user.
+
+        Any other row is returned unchanged.
+        """
         if self.prompts_as != USER or not self.has_string_prompt(row, name):
             return row
         changed = dict(row)
@@ -509,14 +512,22 @@ class RowEncoder:
             self.images.check_token_count(ids, images)
 
     def encode_conversation(self, messages: Messages, tools: Messages | None = None) -> list[int]:
-        """Return the ids of a whole conversation, as transformers' `apply_chat_template` does.
+        """Return the ids of a full conversation, as transformers' `apply_chat_template` does.
 
-        They include what the template writes behind the token that ends the last turn. Raises UserError.
+        The ids include everything that the template writes after the token that ends the last turn.
+
+        Raises:
+            UserError: If the template refuses the conversation.
         """
         return self.tokenizer.encode(self.render(messages, tools))
 
     def encode_text(self, text: str, ends: bool = True) -> list[int]:
-        """Return the ids of a plain string with its frame; without the part behind it if `ends` is False."""
+        """Return the ids of a plain string, framed by the tokens of `text_affixes`.
+
+        Args:
+            text: The string.
+            ends: Whether the tokens after the string, such as EOS, are added too.
+        """
         ids = self.tokenizer.encode(text)
         before, after = self.text_affixes(ids)
         return [*before, *ids, *(after if ends else [])]
@@ -695,6 +706,10 @@ class Encoder(RowEncoder):
         return EncodedExample(ids, trained)
 
     def _encode_conversation_example(self, sample: Conversation, images: "Sequence[LaidOutImage]") -> EncodedExample:
+        """Encode a conversation: render it, find the characters to train, and tokenise with a mask.
+
+        With loss_on=all, everything but the messages marked `train: false` is trained. Otherwise only replies are.
+        """
         replies = self.replies
         messages = replies.with_calls(without_images(sample.messages), sample.tools)
         if self.loss_on == "all":
@@ -775,7 +790,7 @@ def find_strings(value: Any) -> Iterator[str]:
 
 
 def _has_target(trained: bytearray) -> bool:
-    """Return True if a token is trained. The first one does not count, because nothing predicts it."""
+    """Return True if a token after the first is trained. Nothing predicts the first token."""
     return trained.find(1, 1) > 0
 
 

@@ -178,7 +178,12 @@ def detect_format(row: Mapping[str, Any], kind: str = "examples") -> str | None:
 
 
 def null_keys(row: Mapping[str, Any], kind: str = "examples") -> list[str]:
-    """Return the null keys of a row without a format: those of the first format whose keys the row has."""
+    """Return the keys that are null in a row and prevent its format from being recognised.
+
+    Example:
+        >>> null_keys({"prompt": "2 + 2 =", "completion": None})
+        ['completion']
+    """
     for keys in FORMATS_BY_KIND[kind].values():
         if all(key in row for key in keys):
             return [key for key in keys if row[key] is None]
@@ -495,6 +500,7 @@ def read_tool_calls(value: Any, key: str) -> list[dict[str, Any]]:
 
 
 def _read_tool_call(call: Any, key: str) -> dict[str, Any]:
+    """Convert one tool call, with an outer object or without, to OpenAI's form. See `read_tool_calls`."""
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise UserError(f'{key} must be like {{"type": "function", "function": {{"name": "...", "arguments": {{}}}}}}')

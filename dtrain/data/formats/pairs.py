@@ -235,6 +235,14 @@ def _describe_missing_prompt(row: Mapping[str, Any]) -> str:
 
 
 def _read_chat_pair(row: Mapping[str, Any], prompt: Any, chosen: Any, rejected: Any) -> ChatPair:
+    """Convert a preference row with messages to a pair.
+
+    The prompt is explicit (messages or a string), in a column of another name, or the common beginning of chosen and
+    rejected. Messages of the prompt that both completions repeat are removed from them.
+
+    Raises:
+        UserError: If the row has no prompt, or a completion does not begin with an assistant message.
+    """
     chosen, chosen_marks = _read_completion(chosen, "chosen")
     rejected, rejected_marks = _read_completion(rejected, "rejected")
     are_replies_only = chosen[0]["role"] == rejected[0]["role"] == "assistant"

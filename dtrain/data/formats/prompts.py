@@ -76,7 +76,7 @@ class Prompt:
 
     @property
     def content_without_images(self) -> Any:
-        """The content with image parts that have no image, as rewards and records contain it."""
+        """The content, with images removed from its image parts. Rewards and records use this form."""
         return without_images(self.content) if self.is_chat else self.content  # type: ignore[arg-type]
 
     @property
@@ -147,6 +147,7 @@ def normalise_prompt(row: Mapping[str, Any], name: str, system: str | None = Non
 
 
 def _read_chat(row: Mapping[str, Any], name: str) -> _ChatAndColumns:
+    """Return the messages of a prompt, without its answer, and the row's other columns. Raises UserError."""
     if name == "question":
         messages = [{"role": "user", "content": read_string(row["question"], "question")}]
         return _ChatAndColumns(messages, _other_columns(row, ["question"]))
@@ -235,7 +236,7 @@ class PromptEncoder(RowEncoder):
         return [prompt.content_without_images, prompt.tools, *self.image_content(messages)]
 
     def encode_row(self, row: Mapping[str, Any], name: str) -> list[Document] | str:
-        """Encode a prompt to one document, and the row's own answer to another one if it is trained, too."""
+        """Encode a prompt to one document. With `options.loss_on`, the prompt and its answer are a second document."""
         options = self.options
         prompt = normalise_prompt(self.as_messages(row, name), name, options.system)
         if options.tools:

@@ -306,7 +306,7 @@ def read_image_header(data: bytes, name: str, max_stored_pixels: int = MAX_STORE
 
 
 def verify_image(data: bytes, name: str) -> None:
-    """Raise UserError if Pillow can tell, without decoding it, that an image's file is damaged.
+    """Check an image's file for damage that Pillow finds without decoding. Raises UserError.
 
     Pillow compares the checksums of a PNG. For other formats, it checks no more than `read_image_header` does.
     """

@@ -82,7 +82,7 @@ def cut_patches(image: Tensor, size: int) -> Tensor:
 
 
 def cut_merged_patches(image: Tensor, size: int, merge: int, frames: int) -> Tensor:
-    """Cut an image into patches, with those that merge into one token next to each other.
+    """Cut an image into patches. The patches that merge into one token are neighbours in the result.
 
     With merge=2, a token consists of 2 × 2 patches. The patches of the first token come first, row after row, then
     those of the token to its right.

@@ -204,7 +204,7 @@ class Samples:
         self.fingerprint = digest(self.meta["fingerprint"], self.weights, self.documents_per_sample)[:16]
 
     def _map_files(self, dtypes: Mapping[str, torch.dtype]) -> list[Tensor]:
-        """Memory-map these files; files that this cache does not have are left out."""
+        """Memory-map files of the cache. Files that this cache does not have are left out."""
         sizes = self.meta["sizes"]
         arrays = []
         for name, dtype in dtypes.items():
@@ -458,6 +458,7 @@ class _CacheWriter:
         self._list_left_out_rows(file, chunk)
 
     def _count(self, chunk: EncodedChunk) -> None:
+        """Add the rows, samples, tokens and characters of a chunk to the counters."""
         num_cut = [full - length for full, length in zip(chunk.full_lengths, chunk.lengths, strict=True)]
         first_documents = range(0, len(num_cut), self.documents_per_sample)  # of each sample
         num_truncated = 0
@@ -589,7 +590,7 @@ def _progress_bar(label: str, total: int | None, progress: bool) -> tqdm:
 
 
 def with_split_threshold(sources: Sequence[Source], encoder: RowEncoder) -> RowEncoder:
-    """Return the encoder with the threshold of its validation split; a copy if the threshold was not known.
+    """Return an encoder whose validation split has a threshold. It is a copy if the threshold had to be found.
 
     If `data.val` is a number of rows, the validation rows are those with the smallest hash numbers. For example, with
     data.val=2 and the numbers 0.7, 0.1, 0.4, 0.2, the threshold is just above 0.2. Finding it takes one more reading of

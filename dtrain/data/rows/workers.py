@@ -125,6 +125,6 @@ def _unflatten_rows(flat: _FlatRows) -> list[Row]:
 
 
 def _ignore_signals(worker: int) -> None:
-    """Ignore signals that every process of the group gets: the run needs rows until it has saved, then ends this."""
+    """Ignore the stop signals, which every process of the group gets. The run needs rows until it has saved."""
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(signum, signal.SIG_IGN)

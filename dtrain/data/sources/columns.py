@@ -140,7 +140,7 @@ def describe_missing_columns(row: Mapping[str, Any], columns: Mapping[str, str])
 
 
 def _absent_columns(row: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, str]:
-    """Return those of `columns` whose column of the file a row does not have."""
+    """Return the entries of `columns` whose file column is missing in a row."""
     return {column: name for column, name in columns.items() if not has_column(row, name)}
 
 

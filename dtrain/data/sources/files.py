@@ -129,7 +129,15 @@ def source_paths(source: Any) -> list[str]:
 
 
 def uncached_datasets(source: Any, key: str) -> list[tuple[str, DatasetPart]]:
-    """Return the datasets of the hub that a source names and that are not in the cache, with the part that it uses."""
+    """Return the hub datasets of a source that are not in the cache yet.
+
+    Args:
+        source: The recipe's source.
+        key: Its key in the recipe, for messages.
+
+    Returns:
+        The id of each dataset, and the split, subset and revision that the source uses.
+    """
     names = [path for path in source_paths(source) if is_dataset_id(path)]
     if not names:
         return []
@@ -173,6 +181,7 @@ def find_files(
 
 
 def _files_of_path(path: str, key: str, source: Any, cache_dir: str | Path | None) -> list[Path]:
+    """Find the files of one path: a URL, a file, a glob, or the id of a dataset, in this order. Raises UserError."""
     if is_url(path):
         from dtrain.data.sources import urls  # it loads fsspec
 
@@ -429,7 +438,7 @@ def _bounded_chunks(file: Path, rows: Iterator[SizedRow]) -> Iterator[Chunk]:
 
 
 def _refuse_long(file: Path, line: int, size: int) -> None:
-    """Raise UserError if a row, or the part of it that has been read, is larger than MAX_ROW_BYTES."""
+    """Raise UserError if the size of a row, or of the part that has been read, is above MAX_ROW_BYTES."""
     if size > MAX_ROW_BYTES:
         raise UserError(
             f"{file}:{line}: this row is larger than {MAX_ROW_BYTES >> 20} MiB, more than one row may be. Is there a "

@@ -59,7 +59,7 @@ class DatasetPart(NamedTuple):
 
     @classmethod
     def of(cls, source: Any) -> "DatasetPart":
-        """Return the part that a source of the recipe names. Attributes that it lacks have their defaults."""
+        """Return the split, subset and revision of a source of the recipe. Missing attributes have their defaults."""
         return cls(
             split=str(getattr(source, "split", "train")),
             subset=getattr(source, "subset", None),

@@ -92,7 +92,7 @@ def describe_dropped_text(text: DroppedText, rows: str, location: str) -> str:
 def find_dropped_text(
     template: ChatTemplate, messages: Messages, tools: Messages | None, trained: Collection[int], rendered: str
 ) -> DroppedText:
-    """Count the characters of the messages that should be trained, and those that the template leaves out.
+    """Count the characters of messages that should be trained, and how many of them the template leaves out.
 
     Args:
         template: The chat template.

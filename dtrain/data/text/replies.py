@@ -136,6 +136,14 @@ class Replies:
         return RenderedSpans(marked.text, [self._block(messages, tools, marked, index) for index in sorted(indices)])
 
     def _probe_headers(self, tools: Messages | None) -> Headers:
+        """Find the headers by rendering a known question and reply.
+
+        For example, Qwen's template renders the probe as
+
+            <|im_start|>user\\ndtrain asks<|im_end|>\\n<|im_start|>assistant\\ndtrain replies<|im_end|>\\n...
+
+        so the header of a turn is "<|im_start|>assistant\\n", and the ending is "<|im_end|>".
+        """
         reply = {"role": "assistant", "content": REPLY}
         prompt = None
         try:

@@ -177,7 +177,7 @@ class ChatTemplate:
 
     @cached_property
     def control_tokens(self) -> ControlTokens:
-        """The control tokens, with those that are escaped in the words of users and tools."""
+        """The control tokens of the tokenizer, and which of them are escaped in messages of users and tools."""
         texts, _, escapes = self._control_arguments
         if escapes == "all":
             return ControlTokens(texts)
@@ -185,7 +185,7 @@ class ChatTemplate:
 
     @cached_property
     def structure(self) -> frozenset[str]:
-        """The control tokens that the template writes itself, and those that frame texts and images."""
+        """The control tokens that the template writes itself, and the tokens that frame texts and images."""
         texts, framing_texts, _ = self._control_arguments
         return frozenset(framing_texts) | self._find_written_tokens(ControlTokens(texts))
 
@@ -494,6 +494,7 @@ def _find_templates(directory: Path) -> _FoundTemplates:
 
 
 def _find_templates_in_json(directory: Path) -> _FoundTemplates:
+    """Return the chat templates of tokenizer_config.json, or else of chat_template.json. Raises UserError."""
     for name in ("tokenizer_config.json", "chat_template.json"):
         path = directory / name
         value = read_json(path).get("chat_template") if path.is_file() else None
@@ -613,7 +614,7 @@ def _call(name: str, line: int, *arguments: Any) -> nodes.Node:
 
 
 def _tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
-    """Return the JSON of a value. jinja's own filter would escape HTML in it."""
+    """Return a value as JSON. jinja's own filter `tojson` would escape HTML characters."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -205,6 +205,7 @@ def _dataset(draft: Draft, place: str) -> Dataset | None:
 
 
 def _convert_adapter(draft: Draft) -> None:
+    """Write the keys of `peft` and `quantization`."""
     draft.set_defaults(LORA_DEFAULTS)
     draft.rename(LORA_RENAMED)
     targets = [str(name) for name in draft.take_list("peft.target_modules")]

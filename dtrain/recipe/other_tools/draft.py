@@ -203,7 +203,12 @@ class Draft:
         return [] if value is None else self.checked_entries(entries, name)
 
     def checked_entries(self, entries: Sequence[Any], source: str) -> list[dict[str, Any]]:
-        """Return those of `entries` that are mappings with names as keys. The others are listed as lost."""
+        """Return the entries that are mappings with texts as keys. All other entries are listed as lost.
+
+        Args:
+            entries: The entries of a list in the file.
+            source: The file's key of the list, for messages.
+        """
         found = []
         for index, entry in enumerate(entries):
             if isinstance(entry, Mapping) and all(isinstance(name, str) for name in entry):
@@ -295,7 +300,13 @@ class Draft:
             self.values[key] = fitted
 
     def set(self, key: str, value: Any, comment: str = "") -> None:
-        """Write a value that the file does not contain literally. It replaces the key's former value."""
+        """Write a value that was computed, and replace the key's former value.
+
+        Args:
+            key: The recipe's key.
+            value: The value, which is not checked.
+            comment: A comment that explains the value. Empty for none.
+        """
         self.values[key] = value
         self.comments.pop(key, None)
         if comment:
@@ -307,7 +318,14 @@ class Draft:
         self.comments.pop(key, None)
 
     def lose(self, source: str, reason: str, *keys: str) -> None:
-        """List a key of the file as not carried over, once. The tool's defaults for `keys` are not written."""
+        """List a key of the file as not carried over. Each key is listed once.
+
+        Args:
+            source: The file's key.
+            reason: Why its value is not carried over, and what to do instead.
+            keys: The recipe's keys that the value is for. The tool's defaults are not written for them, because they
+                would replace what the user has set.
+        """
         self._read.add(source)
         self._refused.update(keys)
         if all(lost.key != source for lost in self.lost):
@@ -324,7 +342,7 @@ class Draft:
             self.notes.append(text)
 
     def effective(self, key: str, default: Any = None) -> Any:
-        """Return the value of a recipe's key: the file's, or the tool's default, or `default`."""
+        """Return the value that a recipe's key has so far: from the file, else the tool's default, else `default`."""
         return self.values.get(key, self.defaults.get(key, default))
 
     def has(self, prefix: str) -> bool:

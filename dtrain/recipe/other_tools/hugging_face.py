@@ -98,7 +98,12 @@ def convert_batch(draft: Draft, *, accumulation: int = 1) -> None:
 
 
 def convert_clipping(draft: Draft, *, null_is_off: bool) -> None:
-    """Write gradient clipping. 0 switches it off, and for transformers null does too."""
+    """Write gradient clipping. 0 switches clipping off.
+
+    Args:
+        draft: The draft.
+        null_is_off: Whether null switches clipping off too, as in transformers.
+    """
     is_null = "max_grad_norm" in draft.file and draft.file["max_grad_norm"] is None
     value = draft.take("max_grad_norm")
     if value == 0 or (is_null and null_is_off):
@@ -293,7 +298,7 @@ def convert_clip(draft: Draft, prefix: str = "") -> None:
 
 
 def convert_rollout_size(draft: Draft, prefix: str = "") -> None:
-    """Write the prompts of a rollout: the completions of a rollout, divided by the completions of a prompt.
+    """Write the number of prompts of a rollout: its completions, divided by the completions of each prompt.
 
     By default a rollout has the completions of one optimizer step. For example, with a batch of 8 × 4 completions and
     `num_generations: 8` a rollout has 32 / 8 = 4 prompts.
@@ -333,7 +338,12 @@ def convert_moving_reference(draft: Draft, *, every: int, mix: float, prefix: st
 
 
 def put_bfloat16_weights(draft: Draft, comment: str) -> None:
-    """Write that trained weights have no float32 copy, if dtrain's optimizer can do without one."""
+    """Set `train.masters` to bfloat16, if dtrain's optimizer supports this. Otherwise add a note.
+
+    Args:
+        draft: The draft.
+        comment: How the other tool stores trained weights.
+    """
     name = draft.effective("optimizer.name", "adamw")
     if name in ("adamw", "adam", "muon"):
         draft.set("train.masters", "bfloat16", comment)

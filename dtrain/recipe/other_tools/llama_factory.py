@@ -91,6 +91,7 @@ def convert(draft: Draft) -> None:
 
 
 def _convert_data(draft: Draft, stage: str) -> None:
+    """Write the data sets, the chat template, which tokens are trained, and packing."""
     names = draft.take_list("dataset")
     if names:
         put_datasets(draft, "data.train", [Dataset(str(name)) for name in names], "dataset")
@@ -179,6 +180,7 @@ def _convert_tuning(draft: Draft, tuning: str) -> None:
 
 
 def _convert_adapter(draft: Draft) -> None:
+    """Write the quantization of the base, the adapter to continue, and alpha."""
     bits = draft.take_int("quantization_bit", default=None)
     quantizer = str(draft.take("quantization_method", default="bnb"))
     if bits == 4 and quantizer in ("bnb", "bitsandbytes"):

@@ -275,6 +275,7 @@ def _convert_length(draft: Draft, section: str) -> None:
 
 
 def _convert_data(draft: Draft) -> None:
+    """Write the data sets of `data.train` and `data.validation`, and the chat template with its variables."""
     for section, name in (("data.train", "train"), ("data.val", "validation")):
         entries = draft.take(f"data.{name}")
         if isinstance(entries, list):
@@ -321,6 +322,7 @@ def _dataset(draft: Draft, entry: Mapping[str, Any], source: str) -> Dataset | N
 
 
 def _convert_policy_loss(draft: Draft) -> None:
+    """Write the loss of GRPO, its clip, and its options in `grpo.kwargs`, from the keys of `loss_fn`."""
     is_by_token = draft.take("loss_fn.token_level_loss", default=True)
     is_by_sequence = draft.take("loss_fn.sequence_level_importance_ratios", default=False)
     if is_by_sequence:
@@ -362,6 +364,7 @@ def _importance_sampling(draft: Draft) -> dict[str, Any]:
 
 
 def _convert_advantage(draft: Draft) -> None:
+    """Write the baseline and scale of advantages, dynamic sampling, and the shaping of rewards."""
     name = draft.take("grpo.adv_estimator.name", default="grpo")
     if name != "grpo":
         draft.lose("grpo.adv_estimator.name", f"{name}: grpo.advantage has group, leave_one_out, batch and none")

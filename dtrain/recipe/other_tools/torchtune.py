@@ -260,6 +260,7 @@ def _datasets(draft: Draft, place: str) -> list[TuneDataset]:
 
 
 def _dataset(draft: Draft, arguments: Mapping[str, Any], place: str) -> TuneDataset | None:
+    """Return a data set by its component and arguments. A component that is not in DATASETS is listed as lost."""
     component = str(arguments.get("_component_"))
     known = DATASETS.get(component.rpartition(".")[2])
     if known is None:

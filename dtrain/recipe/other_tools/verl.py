@@ -234,6 +234,7 @@ def convert(draft: Draft) -> None:
 
 
 def _convert_fine_tuning(draft: Draft) -> None:
+    """Write a file of verl's SFT trainer, of verl 0.10 or in the former form (`model.partial_pretrain`)."""
     draft.put("method", "sft", "data.train_files")
     draft.method = "sft"
     is_former = draft.given("model.partial_pretrain")
@@ -298,6 +299,7 @@ def _convert_columns(draft: Draft) -> None:
 
 
 def _convert_rollout_training(draft: Draft) -> None:
+    """Write a file of verl's PPO trainer. Only its estimators without a critic are converted, to method=grpo."""
     draft.set_defaults(GRPO_DEFAULTS)
     _convert_estimator(draft)
     draft.method = str(draft.values["method"])
@@ -393,6 +395,7 @@ def _steps_per_rollout(draft: Draft) -> int:
 
 
 def _convert_policy_loss(draft: Draft) -> None:
+    """Write the loss, its clip, its entropy term, and the correction for the sampling engine's probabilities."""
     mode = str(draft.take(f"{ACTOR}.policy_loss.loss_mode", default="vanilla"))
     aggregation = str(draft.take(f"{ACTOR}.loss_agg_mode", default="token-mean"))
     known = LOSS_MODES.get(mode)
@@ -461,6 +464,7 @@ def _put_loss_option(draft: Draft, name: str, value: Any, comment: str) -> None:
 
 
 def _convert_sampling(draft: Draft) -> None:
+    """Write how completions are sampled, and dynamic sampling."""
     draft.rename(
         {
             f"{ROLLOUT}.temperature": "grpo.sampling.temperature",
@@ -484,7 +488,10 @@ def _convert_sampling(draft: Draft) -> None:
 
 
 def _convert_rewards(draft: Draft) -> None:
-    """Write the rewards: verl chooses a function by the row's data_source, or takes one of a Python file."""
+    """Write the rewards, the reward model, and the penalty for long completions.
+
+    verl chooses a reward function by each row's `data_source`, or uses a function from a Python file.
+    """
     function = draft.take("custom_reward_function.path", "reward.custom_reward_function.path")
     if function is not None:
         source = next(key for key in draft.file if key.endswith("custom_reward_function.path"))
@@ -546,6 +553,13 @@ def _convert_model(draft: Draft, place: str) -> None:
 
 
 def _convert_optimizer(draft: Draft, place: str, *clips: str) -> None:
+    """Write the optimizer, the clipping of gradients and the schedule.
+
+    Args:
+        draft: The draft.
+        place: The file's section of the optimizer.
+        clips: The file's keys for the maximum norm of gradients. The first key with a value counts.
+    """
     names = {"optimizer": "AdamW", "optimizer_impl": "torch.optim"}
     given = {name: draft.take(f"{place}.{name}") for name in names}
     if any(value is not None for value in given.values()):
@@ -613,6 +627,7 @@ def _convert_truncation(draft: Draft) -> None:
 
 
 def _convert_trainer(draft: Draft) -> None:
+    """Write the keys of `trainer`: length, name, saving, validation and logging."""
     steps_per_rollout = _steps_per_rollout(draft)  # verl counts rollouts, and dtrain counts optimizer steps
     if draft.take("trainer.total_training_steps") and not draft.has("train.steps"):
         draft.put("train.steps", draft.file["trainer.total_training_steps"], "trainer.total_training_steps")
