@@ -25,9 +25,9 @@ from dtrain.training.setup.data import open_splits
 SIDES = ("chosen", "rejected")
 GREEN, RESET_COLOR = "\033[32m", "\033[0m"
 AS_CHARACTERS, AS_TOKEN = "{{{{{} as characters}}}}", "{{{{{} as a token}}}}"  # marks of special tokens in a row
-BUCKETS = 12  # of the histogram
-BAR = 40  # characters of its longest bar
-BLOCK = 1 << 16  # samples that are read at once
+BUCKETS = 12  # number of buckets of the histogram
+BAR = 40  # length of the longest bar in characters
+BLOCK = 1 << 16  # number of samples that are read at once
 
 
 def preview(

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 LIBRARIES = ("starlette", "uvicorn", "httptools", "anyio")
 BACKLOG = 1024  # connections that wait to be accepted
 KEEP_ALIVE_SECONDS = 60  # longer than clients keep an idle connection, so that none sends into a closed one
-SHUTDOWN_SECONDS = 5  # for responses that are being sent when the server ends
+SHUTDOWN_SECONDS = 5  # time to finish sending responses when the server ends
 
 # Warnings and tracebacks, and one line for each request, all on stderr.
 LOGS = {

@@ -1,6 +1,6 @@
 """Checks of the recipe keys for rollouts: sizes, rewards, environments, tools and servers.
 
-They read no files and need no torch. Each returns a list of problems, empty if the keys are right.
+The checks read no files and need no torch. Each returns a list of problems, which is empty if the keys are right.
 """
 
 import math
@@ -154,7 +154,7 @@ def _check_server(section: RolloutSection, device: str, lora: Lora | None, model
 
 
 def image_problems(section: RolloutSection) -> list[Problem]:
-    """Return the parts of a section that do not accept prompts with images."""
+    """Return a problem for each key of a section that does not accept prompts with images."""
     text_only = {
         "grpo.environment, grpo.verifiers or grpo.tools": section.has_episodes,
         "grpo.reward_model": section.reward_model.path is not None,
@@ -260,9 +260,11 @@ def _adapter_problems(kind: str, lora: Lora | None, model: Model) -> list[Proble
 
 
 def reward_problems(listed: Sequence[Reward], rewards_key: str = "grpo.rewards") -> list[Problem]:
-    """Check a list of rewards, whose key is `rewards_key`.
+    """Check a list of rewards, without looking up import paths, which `dtrain.rl.rewards.catalog` does.
 
-    Import paths are not looked up here, but by `dtrain.rl.rewards.catalog`.
+    Args:
+        listed: The rewards.
+        rewards_key: Recipe key of the list, for messages.
     """
     problems = []
     for index, reward in enumerate(listed):

@@ -9,7 +9,7 @@ The steps of `Collector.collect`, for `grpo.prompts_per_step=2` and `grpo.group_
                               group out of the updates, "refill" samples completions of another prompt in addition
     Collector._rollout        advantages, rows of samples.jsonl, metrics
 
-All ranks sample together. Only rank 0 has the rewards and the environments, and broadcasts their results.
+All ranks sample together. Only rank 0 runs the rewards and the environments, and broadcasts their results.
 """
 
 import time
@@ -107,10 +107,10 @@ class PromptRow:
     """A prompt of the data.
 
     Attributes:
-        index: Its number in the endless sequence of prompts.
+        index: Its number in the sequence of prompts over all epochs.
         ids: Its token ids.
         row: The row of the data, with "prompt" and "columns".
-        sample_group: Where the data's rows contain it, and where the next prompt begins.
+        sample_group: Its position in the data, and the position of the next prompt.
         images: Its images, in order.
         reader: Reads the images. None if the data have none.
     """
@@ -352,7 +352,7 @@ class Collector:
             next_prompts = read_prompts(self.rows, last.next_cursor, num_groups)
             next_requests = self.sampler.build_requests(next_prompts, self.section.group_size)
             self.sampler.engine.prefetch(next_requests, version)
-        # The metrics are those of all completions, also of groups that the updates leave out.
+        # The metrics include all sampled completions, also those of groups that the updates leave out.
         measured = self._measure(groups)
         if len(groups) > num_groups:
             # Prefer groups with different rewards. The sort is stable, so the data's order decides otherwise.
@@ -362,7 +362,14 @@ class Collector:
         return self._rollout(groups, last, measured)
 
     def _sample_groups(self, cursor: Cursor, version: int) -> list[PromptGroup]:
-        """Sample and score groups, with `dynamic_sampling=refill` until enough of them have different rewards."""
+        """Sample and score the groups of a rollout.
+
+        With `dynamic_sampling=refill`, groups with equal rewards do not count, and further rounds sample more prompts
+        in their place, up to `max_refills` times.
+
+        Collectives:
+            Those of sampling and scoring.
+        """
         size = self.section.group_size
         num_rounds = 1
         if self.section.dynamic_sampling == "refill":
@@ -403,7 +410,7 @@ class Collector:
         return samples, self._score(prompts, samples).rewards
 
     def _is_useful(self, group: PromptGroup) -> bool:
-        """Return whether a group counts as one of a rollout's prompts: with `refill`, if its rewards differ."""
+        """Return whether a group counts towards `prompts_per_step`. With `refill` its rewards must differ."""
         return self.section.dynamic_sampling != "refill" or not group.has_equal_rewards
 
     def _score(self, prompts: Sequence[PromptRow], samples: Sequence[Sample]) -> ScoredSamples:
@@ -444,7 +451,13 @@ class Collector:
         return ScoredSamples(rewards, parts_by_name.t())
 
     def _rollout(self, groups: Sequence[PromptGroup], last: SampleGroup, measured: dict[str, float]) -> Rollout:
-        """Compute the advantages, and which completions are trained."""
+        """Build the rollout: compute the advantages, and decide which completions count and are trained.
+
+        Args:
+            groups: The groups of the rollout.
+            last: Position of the last prompt that was read, also if its group is left out.
+            measured: The metrics.
+        """
         section = self.section
         samples = [sample for group in groups for sample in group.samples]
         rewards = _join_rewards(groups)
@@ -482,7 +495,12 @@ class Collector:
         return metrics
 
     def _sample_rows(self, groups: Sequence[PromptGroup], values: Tensor) -> list[dict[str, Any]]:
-        """Return the rows of samples.jsonl, one for each completion; values: their advantages, [N]."""
+        """Return the rows of samples.jsonl, one for each completion.
+
+        Args:
+            groups: The groups.
+            values: Advantages of the completions, [N].
+        """
         rows = []
         remaining_values = iter(values.tolist())
         for group in groups:
@@ -537,8 +555,8 @@ def _join_rewards(groups: Sequence[PromptGroup]) -> Tensor:
 def _add_environment_rewards(rewards: Tensor, samples: Sequence[Sample]) -> Tensor:
     """Add what samples earned in their environments to rewards, [N].
 
-    The result is NaN if neither is known. It is also NaN if the environment was lost: a reward of the conversation so
-    far would blame the model for the failure.
+    The total is NaN if neither part is known. It is also NaN if the environment was lost, because a reward for the
+    conversation so far would blame the model for the failure.
 
     Example:
         >>> nan = float("nan")

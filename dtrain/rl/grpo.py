@@ -329,10 +329,13 @@ class GrpoMethod(MethodWithReference):
         return super().batch(rows, split)
 
     def prepare(self, policy: Policy, batch: Batch) -> tuple[Batch, Loss]:
-        """Return the batch and its loss; with `top_entropy_quantile`, with the threshold of its entropies.
+        """Return the batch and its loss function.
 
-        The threshold is a quantile over the whole minibatch, so a forward before the training step computes all
-        entropies.
+        With `top_entropy_quantile` below 1, the loss gets a threshold of the entropies. The threshold is a quantile
+        over the full minibatch, so a forward before the training step computes all entropies.
+
+        Collectives:
+            With `top_entropy_quantile` below 1, those of a forward, and all-gathers over the data-parallel ranks.
         """
         quantile = self.loss_spec.options["top_entropy_quantile"]
         threshold = num_high_entropy_tokens = None
@@ -422,9 +425,15 @@ class GrpoMethod(MethodWithReference):
         super().check_state(state, changed)
 
     def _compute_logprobs(self, name: str) -> None:
-        """Compute the log-probabilities of all trained tokens with the present weights, as stream `name` of the buffer.
+        """Compute log-probabilities of all trained tokens with the present weights, as a stream of the buffer.
 
-        Each data-parallel rank computes its share of the sequences. All ranks get all values.
+        Each data-parallel rank computes its share of the sequences. All ranks receive all values.
+
+        Args:
+            name: Name of the stream in `Buffer.per_token`.
+
+        Collectives:
+            Those of a forward, and all-gathers over the data-parallel ranks.
         """
         buffer = self.source.buffer
         shares = self.source.split_over_ranks(self.policy, buffer, range(len(buffer)))

@@ -81,8 +81,8 @@ class StudentCollector:
     def is_sampled(self, index: int) -> bool:
         """Return whether the student completes prompt number `index`.
 
-        The positions are spread evenly: the first n prompts contain floor(n * share) of them. With a share of 2/5 the
-        student completes prompts 2, 4, 7, 9, ... (from 0).
+        The student's prompts are spread evenly over the data: among the first n prompts are floor(n * share) of them.
+        For example, with a share of 2/5 the student completes the prompts 2, 4, 7, 9, ... (counted from 0).
         """
         return (index + 1) * self.share // 1 > index * self.share // 1
 

@@ -38,7 +38,10 @@ _NPY_DTYPES = {
 
 
 def to_npy_text(routed: Tensor) -> str:
-    """Encode a tensor as a .npy file in base64; routed: int16 on the host.
+    """Encode a tensor as a .npy file in base64.
+
+    Args:
+        routed: Routed experts, [tokens, layers, k] int16, on the host.
 
     Example:
         >>> len(base64.b64decode(to_npy_text(torch.zeros(2, 3, dtype=torch.int16))))  # 128 bytes of head, 12 of data
@@ -79,7 +82,7 @@ class RoutedExpertsReader:
         return cls(experts.num_experts, experts.top_k, tuple(experts.layers), config.num_hidden_layers)
 
     def unknown(self, tokens: int) -> Tensor:
-        """Return [tokens, sparse layers, k] int16 of -1.
+        """Return the experts of tokens whose experts are unknown: -1, [tokens, sparse layers, k] int16.
 
         Example:
             >>> RoutedExpertsReader(num_experts=8, top_k=2, sparse_layers=(1,), num_layers=3).unknown(1)

@@ -30,10 +30,10 @@ from dtrain.base.errors import UserError
 from dtrain.base.processes import import_search_path
 from dtrain.base.ranges import MAX_REWARD
 
-LOAD_SECONDS = 120.0  # for the imports of the user's modules; a longer timeout of the recipe replaces it
+LOAD_SECONDS = 120.0  # time limit for importing the user's modules, unless the recipe's timeout is longer
 TRACEBACK_LINES = 12  # the last lines of a traceback that a message shows
 WEEK = 7 * 86400.0  # a socket accepts no timeout of a month, so a timeout of a week or more means no limit
-EXIT_SECONDS = 5  # for a process that has closed its socket to end
+EXIT_SECONDS = 5  # time that a process gets to end after it has closed its socket
 
 
 class WorkerLost(Exception):

@@ -37,14 +37,16 @@ Code in lower packages does not know that it is planned, except in three ways. I
 whether a tensor has values (`base.torch_functions.has_values`). A function mode can intercept its `base.fused`
 functions and loops: the plan counts a fused function as one kernel, and runs three rounds of a loop.
 
-Exact to the byte are parameters, gradients, optimizer state and the messages of collectives. So is the peak of all
-allocations of operations that torch dispatches, in the order of the trainer's own step, for batches whose rows are all
-full and all trained. On a CPU this includes the step's rows, and gloo's copy of what it reduces and scatters.
+Accuracy. The bytes of parameters, gradients, optimizer state and collectives' messages are exact. The peak is exact for
+all allocations of operations that torch dispatches, in the order of the trainer's own step, for batches whose rows are
+all full and all trained. On a CPU the peak includes the step's rows, and gloo's copy of tensors that it reduces and
+scatters.
 
-Modelled are attention and the fused norm on CUDA (`planned_device`). Not included are allocations inside kernels
+Attention and the fused norm on CUDA are modelled (`planned_device`). A plan does not include allocations inside kernels
 (cuBLAS, cuDNN, the CPU's buffers of products), the allocator's rounding and gaps, and NCCL's buffers. This is why a
-plan's budget is less than a device's memory. With `train.compile`, operations are planned as they are written. Counted
-as compiled are the bytes that fused operations move, and what selective checkpointing keeps (`compiled`).
+plan's budget is less than a device's memory. With `train.compile`, memory is planned for uncompiled operations. Only
+the bytes that fused operations move, and the tensors that selective checkpointing keeps, are counted as after
+compilation (`compiled`).
 
 Not supported: `parallel.cpu_offload`, except on a CPU. For method grpo the update is planned, but not the rollout. For
 evaluations (`eval`) only a lower bound is computed.

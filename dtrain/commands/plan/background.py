@@ -19,7 +19,7 @@ from dtrain.recipe import Recipe
 from dtrain.recipe.world import replace_keys, unresolved_auto_keys
 
 PLAN_SECONDS = 120.0  # time that a run waits for its plan before it reads weights
-_NICENESS = 5  # of the process, as of `os.nice`: the run comes first
+_NICENESS = 5  # niceness of the planning process (`os.nice`), so that the run itself has priority
 
 
 class Peak(NamedTuple):
@@ -113,8 +113,8 @@ def _planned(recipe: Recipe, world_size: int, facts_queue: Any) -> Peak:
     Args:
         recipe: The recipe.
         world_size: Number of devices.
-        facts_queue: For a recipe with keys that are `auto`, it first gets what `choose` or `settle` puts. Otherwise it
-            gets the device, or None on CPUs.
+        facts_queue: Queue with one item about the devices. If the recipe has keys that are `auto`, the item is a tuple
+            from `PlannedPeak.choose`, or a dict of values from `settle`. Otherwise it is the device, or None on CPUs.
     """
     try:
         if not unresolved_auto_keys(recipe):

@@ -253,16 +253,16 @@ class _Search:
         return step.peak <= self.budget and host_bytes <= self.host_budget
 
     def _first_that_fits(self, ladder: Sequence[Values], first: int) -> _PlannedCombination | None:
-        """Return the first combination of a ladder that fits with the smallest micro-batch.
+        """Return the first combination of a ladder that fits with the smallest micro-batch. None if none fits.
 
-        A search by sections: in each round, as many combinations are planned at once as there are processors. The
-        combinations need less and less memory of the device. For example, if of [0, 5, 9] only 9 fits, then the answer
-        is between 6 and 9. Memory of the host does not decrease along the ladder, so it is checked afterwards, from the
-        first combination on that fits on the device.
+        Device memory decreases along the ladder, so the search is a bisection. Traces run in parallel processes, so a
+        round plans as many combinations as there are processors. For example, a round plans the indices 0, 5 and 9. If
+        only 9 fits, the answer is between 6 and 9. Host memory does not decrease along the ladder. It is checked
+        afterwards, for one combination after the other, from the first one that fits on the device.
 
         Args:
             ladder: The combinations.
-            first: Index at which to begin, with those before it.
+            first: A guess of the answer. The first round plans this index and the indices just before it.
         """
         num_at_once = max(1, num_cores() // num_traces(self.spec))
         # The answer is in [low, high]. `high` is the length of the ladder while none is known to fit.
@@ -309,7 +309,7 @@ class _Search:
         return step.peak - step.optimizer_state - 2 * step.trained_parameters > self.budget
 
     def _is_hopeless(self, planned: _PlannedCombination) -> bool:
-        """Return whether no combination can fit, given one that does not."""
+        """Return whether no combination can fit, given a planned one that does not fit."""
         if planned.step.resident > self.budget:
             return True
         last = (self.offloaded_ladder or self.ladder)[-1]
@@ -332,9 +332,11 @@ class _Search:
         return best
 
     def _largest_micro_batch(self, planned: _PlannedCombination) -> tuple[_PlannedCombination, int]:
-        """Return the combination with the largest micro-batch that fits, and the one from which on a step is fast.
+        """Enlarge the micro-batch of a combination as long as that makes the step faster and fits.
 
-        The micro-batch does not grow beyond the latter.
+        Returns:
+            The combination with the enlarged micro-batch, and the micro-batch from which on a step is fast
+            (`_fast_micro_batch`), which is also the limit of the enlargement.
         """
         fast_micro_batch = self._fast_micro_batch(planned)
         larger = [size for size in self.micro_batches if planned.micro_batch < size <= fast_micro_batch]
@@ -357,7 +359,10 @@ class _Search:
         return planned, fast_micro_batch
 
     def _fast_micro_batch(self, planned: _PlannedCombination) -> int:
-        """Return the micro-batch from which on computing a pass hides its communication and kernel starts."""
+        """Return the smallest micro-batch with which computing a pass hides its communication and kernel starts.
+
+        On CPUs, where no times are estimated, return the largest micro-batch up to DEFAULT_MICRO_BATCH.
+        """
         if not self.is_gpu:
             return max(
                 [size for size in self.micro_batches if size <= DEFAULT_MICRO_BATCH], default=planned.micro_batch
@@ -396,9 +401,10 @@ class _Search:
     def _changes_that_fit(self, planned: _PlannedCombination) -> Iterator[tuple[str, int]]:
         """Yield overrides with which `planned` would fit, each with its peak: the smallest change first.
 
-        At most one of each kind is yielded. Changes that cannot fit by a bound are not planned: what a rank always
-        holds does not shrink with shorter rows, and with more ranks it shrinks at most to its share. The rest shrinks
-        at most in proportion to the length of a row, or to its square if attention needs a mask.
+        At most one change of each kind is yielded. A lower bound of the peak rules out changes that cannot fit, without
+        planning them. Shorter rows do not reduce parameters and optimizer state, and reduce the rest of the peak at
+        most in proportion to the length of a row, or to its square if attention needs a mask. More ranks reduce
+        parameters, gradients and optimizer state at most in proportion to their number.
         """
         values, step = planned.values, planned.step
         always = step.parameters + step.optimizer_state  # without gradients, which may not exist yet at the peak
@@ -421,8 +427,8 @@ class _Search:
         groups.append(shorter_rows)
         more_ranks = []
         for factor in (2, 4, 8):
-            # With more ranks there are fewer micro-batches, and a single one keeps no unsharded gradients. So the peak
-            # may shrink by more than the factor, and only what is always held gives a bound.
+            # With more ranks there are fewer micro-batches, and a single micro-batch keeps no unsharded gradients. The
+            # peak may therefore shrink by more than the factor, and only the resident bytes give a bound.
             if step.resident <= factor * self.budget:
                 more_ranks.append((f"launch.nproc={world_size * factor}", recipe, world_size * factor))
         groups.append(more_ranks)

@@ -11,10 +11,9 @@ A tensor that only fused operations of one call use is not counted. For example,
 the product is read once, `silu`'s result is not counted, and y is written once, when something outside reads it. The
 backward of a call is a call of its own.
 
-Kept under selective checkpointing. Of the results of products and collectives, the compiler's partitioner keeps those
-that the backward reads, and those from which it recomputes what else the backward reads. So it keeps no product whose
-result is only added up by a reduction, and none that only a rotation or a residual sum reads. What is recomputed is
-written once.
+Tensors kept under selective checkpointing. The compiler's partitioner keeps results of products and collectives if the
+backward reads them, or if it recomputes other tensors of the backward from them. It does not keep a product that only a
+reduction, a rotation or a residual sum reads. Each recomputed tensor is counted as written once.
 """
 
 from bisect import bisect_right
@@ -38,7 +37,7 @@ class CompiledRegions:
 
     Attributes:
         call: The region's call that is running in the forward.
-        sources: Sources of its storages, if it keeps for the backward what the compiler keeps.
+        sources: Sources of the call's storages under selective checkpointing, otherwise None.
     """
 
     def __init__(self) -> None:
@@ -55,7 +54,8 @@ class CompiledRegions:
 
         Args:
             function: Function of meta tensors, [B, S, ...].
-            is_selective: Whether it keeps for its backward what the compiler keeps.
+            is_selective: Whether the region keeps only those tensors for its backward that the compiler would keep
+                under selective checkpointing.
         """
 
         def call(*tensors: Tensor) -> Any:
@@ -77,16 +77,16 @@ class CompiledRegions:
         return call
 
     def moved(self, inputs: Iterable[Allocation], outputs: Iterable[Allocation], is_product: bool) -> tuple[int, bool]:
-        """Count an operation.
+        """Count the bytes that an operation moves inside a compiled region.
 
         Args:
-            inputs: Storages that it reads.
-            outputs: Storages that it writes.
-            is_product: Whether it is a matrix product or attention, which are not fused.
+            inputs: Storages that the operation reads.
+            outputs: Storages that the operation writes.
+            is_product: Whether the operation is a matrix product or attention, which are not fused.
 
         Returns:
-            The bytes to count for it, and whether it is outside of all regions. Outside, the caller counts the bytes
-            that the operation itself reads and writes in addition.
+            (bytes to count, whether the operation is outside of all regions). For an operation outside, the caller also
+            counts the bytes that the operation itself reads and writes.
         """
         call = self._current_call()
         is_fused = call is not None and not is_product

@@ -8,7 +8,8 @@ The estimated time is the sum of
 - messages: the time of their bytes, and of one hop for each rank of the ring. Messages of FSDP and of replicas, and
   activations that move to the host and back, overlap with all computing. Messages of cp overlap with the products
   before the wait for them. Messages of tp overlap with nothing.
-- the optimizer's step, which takes at least as long as its state on the host needs to arrive. The way back overlaps.
+- the optimizer's step. If its state is on the host, the step takes at least as long as the transfer to the device. The
+  transfer back overlaps.
 
 Not included are the start of kernels, stragglers, other traffic, the input pipeline, saving, and a ring's overlap with
 computing.

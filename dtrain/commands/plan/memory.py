@@ -63,8 +63,9 @@ class MemoryTimeline:
         self._events: list[tuple[Allocation, int] | Phase] = []  # changes in bytes, and beginnings of phases
         # Storages by key. The weak references tell when a storage is released.
         self._live: dict[int, tuple[weakref.ref, Allocation]] = {}
-        self._resized: dict[int, tuple[weakref.ref, Allocation]] = {}  # whose size may change without an operation
-        self._filled: dict[int, tuple[weakref.ref, Allocation]] = {}  # those of them that are not empty
+        # The storages of `_live` that FSDP may resize without an operation, and those of them that are not empty.
+        self._resized: dict[int, tuple[weakref.ref, Allocation]] = {}
+        self._filled: dict[int, tuple[weakref.ref, Allocation]] = {}
 
     def see(self, tensor: Tensor, part: str | None = None) -> Allocation:
         """Count the storage of a tensor from now on, if it is not counted already.
@@ -112,7 +113,8 @@ class MemoryTimeline:
             tensors: Its inputs and outputs, each [...].
         """
         is_gathering = func is torch.ops.fsdp.split_with_sizes_copy.default
-        # For a parameter in a group of one rank, FSDP allocates such a buffer. Others are checked in vain.
+        # For a parameter in a group of one rank, FSDP allocates a one-dimensional buffer with `empty`. Other buffers of
+        # this kind are checked too, which does no harm.
         may_be_fsdp_buffer = func is torch.ops.aten.empty.memory_format
         for tensor in tensors:
             allocation = self.see(tensor)
@@ -125,7 +127,7 @@ class MemoryTimeline:
                     allocation.part = "gathered parameters"
 
     def poll(self) -> None:
-        """Check the storages whose sizes change without an operation."""
+        """Count the changes of storages that FSDP grows or empties without an operation."""
         changed = []
         for key, (reference, allocation) in self._filled.items():
             storage = reference()
@@ -150,7 +152,7 @@ class MemoryTimeline:
                 allocation.part = new
 
     def peaks(self) -> dict[Phase, Counter[str]]:
-        """Return the bytes by part at the largest moment of each phase. Phases that are equal are one."""
+        """Return the bytes by part at the peak of each phase. Equal phases, such as repeated ones, count as one."""
         peaks: dict[Phase, Counter[str]] = {}
         largest_totals: dict[Phase, int] = {}
         phase: Phase | None = None

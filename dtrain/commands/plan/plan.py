@@ -1,8 +1,8 @@
 """The plan of a recipe on a number of devices: whether it fits, what is sent, and how long a step may take.
 
-`make_plan` resolves the spec of a run like `validate`, for devices that need not exist, and traces its step. Of the
-files that the recipe names it reads only each model's config.json. For a model with images it also reads the first rows
-of the data, the tokenizer and the image processor, if they are on this machine.
+`make_plan` resolves the spec of a run like `validate`, for devices that need not exist, and traces its step. The only
+files it reads are the config.json of each model. For a model with images it also reads the first rows of the data, the
+tokenizer and the image processor, if they are on this machine.
 """
 
 from collections import Counter

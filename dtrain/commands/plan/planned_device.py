@@ -125,10 +125,11 @@ class PlannedStream(torch.cpu.Stream):
 
 
 def _as_meta(value: Any) -> Any:
-    """Replace a device argument by meta, unless it is the host.
+    """Replace a `torch.device` argument by meta, so that the tensor is created without memory.
 
-    Tensors and the policy name the planned device, FSDP names "cpu". The host is named by the device of a real tensor,
-    by the text "cpu", or by no argument at all.
+    The code of a step passes the planned device, or a plain `torch.device("cpu")` in FSDP, for tensors that should be
+    on the planned device. It requests a real tensor on the host by `_HOST` (which the `device` of a real tensor
+    returns), by the text "cpu", or by no device at all. These arguments are not changed.
     """
     return META if isinstance(value, torch.device) and value != _HOST else value
 
@@ -282,7 +283,7 @@ class MetaKernels(TorchDispatchMode):
             return self.computed(func, Operands(args, kwargs or {}))
 
     def before_view(self, tensor: Tensor) -> None:
-        """Called before a view of `tensor`, [...], is made."""
+        """Handle a view of `tensor`, [...], before torch makes it. Does nothing here; `Tracer` overrides it."""
 
     def computed(self, func: OpOverload, operands: Operands) -> Any:
         """Compute an operation that is not a view."""
@@ -311,9 +312,11 @@ class MetaKernels(TorchDispatchMode):
 
 
 def _describe_results(out: Any, tensors: Sequence[Tensor], storages: Sequence[int]) -> Any:
-    """Return a description from which `_make_results` makes equal results.
+    """Return a description from which `_make_results` can make equal results.
 
-    None if there is none, for example if the operation returns a view of an argument without being marked as a view.
+    Returns:
+        The description. None if the results cannot be described, for example if the operation returns a view of an
+        argument without being marked as a view.
     """
     if isinstance(out, (list, tuple)):  # noqa: UP038
         results = [_describe_results(item, tensors, storages) for item in out]

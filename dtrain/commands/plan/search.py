@@ -194,9 +194,9 @@ def _num_shards(sizes: Sizes) -> int:
 def find_smallest_change(plan: Plan) -> tuple[str, Step] | None:
     """Find the smallest change with which a recipe fits into the plan's budget.
 
-    No change affects the numbers that the run computes. They are tried in this order: gradients reduced after each
-    micro-batch, smaller micro-batches, activation checkpointing, both, tiles, activations on the host, no replicas,
-    more tp or cp, then more ranks.
+    No change affects the numbers that the run computes. The changes are tried in this order: gradients reduced after
+    each micro-batch, smaller micro-batches, activation checkpointing, both, tiles, activations on the host, no
+    replicas, more tp or cp, then more ranks.
 
     Returns:
         The change as overrides, and its step. None if none of the changes fits.
@@ -218,7 +218,7 @@ def find_smallest_change(plan: Plan) -> tuple[str, Step] | None:
     return None
 
 
-# Kinds of activation checkpointing that keep less than a kind.
+# Kind of activation checkpointing -> kinds that keep less memory.
 _STRONGER_CHECKPOINTING = {
     "none": ["selective", "full"],
     "mlp": ["selective", "full"],

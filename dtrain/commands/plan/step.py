@@ -11,8 +11,8 @@ traces of 4 and 5 layers a model of 32 layers has
 
     peak(32) = peak(4) + (peak(5) - peak(4)) * 28
 
-Layers are matched by their distance from the nearer end. Of the micro-batches the first and the last differ from those
-between, so three are traced.
+Layers are matched by their distance from the nearer end. The first and the last micro-batch differ from those between
+them, so three micro-batches are traced.
 """
 
 import warnings
@@ -38,7 +38,7 @@ from dtrain.recipe import Sizes
 from dtrain.training.full_rows import FullRows
 from dtrain.training.step_spec import StepSpec
 
-TRACED = 3  # micro-batches that are traced: the first, the last, and one that stands for all between
+TRACED = 3  # number of traced micro-batches: the first, the last, and one for all between them
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,9 @@ def trace_step(spec: StepSpec, config: ModelConfig, rank: int = 0) -> Trace:
         spec: The step.
         config: The model, perhaps with fewer layers.
         rank: The rank.
+
+    Returns:
+        The trace of the traced layers and micro-batches, not extrapolated.
 
     Raises:
         RuntimeError: If torch.distributed is initialized. A plan cannot share a process with a run.
@@ -281,7 +284,7 @@ def _extrapolate_micro_batches(trace: Trace, sizes: Sizes) -> Step:
         is_middle = pass_index is not None and pass_index % TRACED == 1
         total[tuple(kind)] += value * (num_middle if is_middle else 1)
     if sizes.world_size > 1:
-        # After each step the trainer asks whether any rank has to stop.
+        # After each step the trainer all-reduces a flag: whether any rank has to stop.
         stop_flag = Collective("all", "all-reduce", sizes.world_size, True)
         # This also removes counts that are 0.
         total += Counter({("messages", stop_flag): 1, ("bytes", stop_flag): _STOP_FLAG_BYTES})

@@ -115,13 +115,13 @@ class CollectiveReader:
         self._replicate = mesh.fsdp["dp_replicate"].get_group().group_name if mesh.fsdp.ndim == 2 else None
 
     def read(self, func: OpOverload, args: tuple, out: Any, in_pass: bool) -> tuple[Collective, int] | None:
-        """Return the collective of an operation, and its bytes. None if it is none.
+        """Return the collective of an operation and its bytes. None if the operation is not a collective.
 
         Args:
             func: The operation.
             args: Its arguments.
             out: Its result.
-            in_pass: Whether it is inside a pass through the model.
+            in_pass: Whether the operation is inside a pass through the model.
         """
         if func.namespace not in ("c10d", "_c10d_functional"):
             return None
@@ -192,7 +192,8 @@ class Tracer(MetaKernels):
             (pass, "moved"): bytes that other operations read and write,
             (pass, "kernels"): number of operations that are not views,
             (pass, "messages", collective) and (pass, "bytes", collective),
-            (pass, "behind", collective, dtype): FLOPs between the start of a collective of cp and the wait for it.
+            (pass, "behind", collective, dtype): FLOPs between the start of a collective of cp and the wait for it,
+                which can hide the collective.
     """
 
     def __init__(self, mesh: Mesh, on_host: bool):
@@ -469,7 +470,7 @@ class PlannedMemory(HostMemory):
         return tensor.is_meta
 
     def buffer_size(self, size: int) -> int:
-        """Override `HostMemory.buffer_size`: as of `PinnedMemory` if it is pinned."""
+        """Return the size of a buffer for `size` bytes. Pinned buffers are rounded up, as `PinnedMemory` does."""
         return 1 << (size - 1).bit_length() if self._is_pinned else size
 
     def allocate(self, size: int) -> Tensor:

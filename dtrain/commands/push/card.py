@@ -21,7 +21,7 @@ from dtrain.training.metrics import records
 CURVE = "loss.svg"
 WIDTH, HEIGHT = 640, 320  # size of the picture in pixels
 LEFT, BELOW, ABOVE = 60, 40, 16  # its margins; the right one is as wide as the one above
-MAX_POINTS = 500  # points of a line; of longer ones neighbours are averaged
+MAX_POINTS = 500  # largest number of points of a line. In longer lines, neighbouring points are averaged
 # Fields whose last value is in the table of results, if the run has measured them.
 RESULTS = ("loss", "val_loss", "reward_mean", "val_reward_mean", "val_accuracy", "accuracy")
 
@@ -98,7 +98,10 @@ def _template(name: str) -> Template:
 
 
 def public_recipe(recipe: Mapping[str, Any]) -> Any:
-    """Return a saved recipe without its secrets. Of paths on this machine only the last name is kept."""
+    """Return a saved recipe without secrets, and without the directories of paths on this machine.
+
+    A path in the cache of the hub becomes the hub id. Other local paths are cut to their last part.
+    """
 
     def public(value: Any) -> Any:
         if isinstance(value, Mapping):

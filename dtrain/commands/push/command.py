@@ -119,7 +119,7 @@ def _commit(api: Any, name: str, revision: str | None, files: dict[str, Path], p
     stale = []
     for path in existing_files:
         is_weights = path.endswith((WEIGHTS, WEIGHTS_INDEX)) and "/" not in path
-        # Of a named template that was pushed before, for example for tools, transformers would still use the old text.
+        # If a named template of an earlier push stays, for example one for tools, transformers keeps using it.
         is_template = path.startswith(f"{CHAT_TEMPLATES}/")
         if (is_weights or is_template) and path not in contents:
             stale.append(path)

@@ -1,7 +1,8 @@
 """Charts of the metrics, as plain values for JSON: curves for plotly, and histograms of completion lengths.
 
-A line with more than MAX_POINTS points is thinned: of each bucket of neighbours the smallest and the largest value are
-kept, so that no extreme is lost. The page says so. A value that is not finite is a gap.
+A line with more than MAX_POINTS points is thinned. From each bucket of neighbouring points, the smallest and the
+largest value are kept, so that no extreme is lost. A note on the page reports this. A value that is not finite is a
+gap.
 """
 
 import math
@@ -132,9 +133,10 @@ def learning_curves(method: str) -> Mapping[str, str]:
 
 
 def best_function(field: str, method: str) -> Callable | None:
-    """Return `min` or `max`, whichever gives the better of two values of a field.
+    """Return the function that selects the best value of a field: `min` or `max`.
 
-    None if neither does. For example, a lower loss of GRPO is not better.
+    Returns:
+        The function. None if values cannot be ranked. For example, a lower loss of GRPO is not better.
     """
     if field.startswith("eval_"):
         return max if field.endswith("_reward_mean") or _PASS.fullmatch(field) else None
@@ -156,8 +158,8 @@ def shown(value: float) -> str:
 def thinned(steps: Sequence[float], values: Sequence[float | None]) -> tuple[list, list]:
     """Return about MAX_POINTS points of a line.
 
-    Kept are the first and the last point and, of each bucket of neighbours, the smallest value, the largest value and
-    one gap.
+    The first and the last point are kept. From each bucket of neighbouring points, the smallest value, the largest
+    value and one gap are kept.
 
     Args:
         steps: x values.

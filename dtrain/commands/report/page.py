@@ -29,8 +29,8 @@ from dtrain.training.metrics.terminal import printable
 
 THUMBNAIL_SIDE = 256  # maximum pixels of a thumbnail's longer side
 JPEG_QUALITY = 80
-MAX_THUMBNAILS = 64  # on a page
-MAX_THUMBNAIL_BYTES = 4 << 20  # of all thumbnails of a page together
+MAX_THUMBNAILS = 64  # largest number of thumbnails of a page
+MAX_THUMBNAIL_BYTES = 4 << 20  # largest size of all thumbnails of a page together
 
 MARK = '<meta name="generator" content="dtrain report">'
 _FILES = Path(__file__).parent
@@ -173,8 +173,8 @@ class Picture(NamedTuple):
 class Pictures:
     """The thumbnails of a page.
 
-    Only the name is shown of an image beyond MAX_THUMBNAILS or MAX_THUMBNAIL_BYTES, and of a file that is missing, has
-    changed since the run read it, or cannot be decoded.
+    Images beyond MAX_THUMBNAILS or MAX_THUMBNAIL_BYTES are shown only by name. So are files that are missing, have
+    changed since the run read them, or cannot be decoded.
     """
 
     def __init__(self) -> None:

@@ -210,10 +210,10 @@ def differences(runs: Sequence[RunFiles]) -> list[Row]:
 
 
 def _comparable_recipes(runs: Sequence[RunFiles]) -> list[dict[str, Any]]:
-    """Return the recipes with the same sections of methods: those of the methods of all runs.
+    """Return the recipes of runs with the same set of method sections, so that their keys can be compared.
 
-    A section that a recipe does not have gets its defaults. A section of a method that no run uses is removed, because
-    no run has read it.
+    The sections are those of all methods that the runs use. A recipe without one of these sections gets the section's
+    defaults. Sections of other methods are removed, because no run has read them.
     """
     methods = {run.method for run in runs}
     defaults = {name: asdict(SECTIONS[name]()) for name in METHODS if name in methods}
@@ -270,7 +270,7 @@ def _result(runs: Sequence[RunFiles], field: str, name: str) -> Row:
         best_of = best_function(field, run.method)
         value = summary.last
         if best_of is not None and field.startswith(("val_", "eval_")):
-            # Of a validation curve the best value counts, because its checkpoint can be chosen.
+            # Runs are compared by the best value of a validation curve, because its checkpoint can be used.
             value = best_of(values)
             if value != summary.last:
                 text += f", best {shown(value)} at step {step_of_value(points, value):,.0f}"

@@ -210,7 +210,7 @@ def picture(sizes: Mapping[str, int], first_rank: int = 0) -> str:
     (name, size), *inner_sizes = sizes.items()
     inner = dict(inner_sizes)
     ranks_per_part = math.prod(inner.values())
-    # Of many parts the first ones and the last one are drawn, with dots between them.
+    # If there are many parts, only the first ones and the last one are drawn, with dots between them.
     has_gap = size > MAX_BOXES + 1
     drawn = [*range(MAX_BOXES - 1), size - 1] if has_gap else list(range(size))
     parts = []

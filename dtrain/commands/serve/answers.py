@@ -55,8 +55,9 @@ class TextStream:
         self.stopped: str | None = None
         self._decode, self._stops, self._keep = decode, stops, keep
         self._ids: list[int] = []
-        # The text of a token may depend on the token before it (a word's space), but not on earlier ones. So only the
-        # tokens from `_start` on are decoded, and the text of those before `_read` has been taken already.
+        # The text of a token may depend on the token before it (the space before a word), but not on earlier tokens.
+        # Only the tokens from `_start` on are decoded. The text of the tokens before `_read` is already in `_pending`
+        # or was returned.
         self._start = self._read = 0
         self._pending = ""  # text that has not been returned
 

@@ -106,7 +106,8 @@ def make_app(service: Service | ClassifyService) -> Starlette:
         for path, (table, act) in service.control.items():
             routes.append(Route(path, partial(endpoints.control, table, act), methods=["POST"]))
     if service.key is None:
-        # A page may lead its visitors' browsers here by a name of its own (DNS rebinding).
+        # A web page could give its own host name this server's address, and let its visitors' browsers send requests
+        # here (DNS rebinding). The header Host then has the page's name.
         access = Middleware(TrustedHostMiddleware, allowed_hosts=sorted(service.hosts), www_redirect=False)
     else:
         access = Middleware(KeyMiddleware, key=service.key)

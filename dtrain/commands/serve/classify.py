@@ -28,7 +28,7 @@ CLASSIFY: Table = {
 
 
 class Classifier:
-    """A model with which one caller at a time computes. It has the methods that `start.serve` needs of a worker.
+    """A model that computes for one caller at a time. It has the methods of a worker that `start.serve` calls.
 
     Attributes:
         failure: Always None: an error ends only the request.
@@ -166,4 +166,5 @@ def label_names(config: Path, num_labels: int) -> list[str]:
     return [str(id2label.get(str(index), f"LABEL_{index}")) for index in range(num_labels)]
 
 
-TOKENS_PER_BATCH = 1 << 14  # of one forward; a single longer text is computed alone
+# Largest number of tokens of one forward. A longer text forms a batch of its own.
+TOKENS_PER_BATCH = 1 << 14

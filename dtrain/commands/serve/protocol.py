@@ -195,8 +195,8 @@ TEXT = Field(str, maximum=4096)
 COUNT = Field(int, maximum=2**31 - 1)
 IGNORED = Field()  # accepted, and changes nothing in the response
 
-MAX_REQUESTS = 4096  # of one call
-MAX_CHARACTERS_PER_TOKEN = 256  # of a prompt's text, for each token of the context
+MAX_REQUESTS = 4096  # largest number of completions of one call
+MAX_CHARACTERS_PER_TOKEN = 256  # a prompt with more characters for each token of the context is refused unread
 SEED_LIMIT = 2**63
 
 
@@ -259,7 +259,7 @@ def _variables(value: Any, name: str) -> dict[str, Any]:
     return value
 
 
-# Values that ask for nothing, for fields that would change the response in a way that the engine does not support.
+# Fields that dtrain serve does not support are accepted only with a value that has no effect.
 NONE, ZERO, ONE = Field(choices=()), Field(choices=(0,)), Field(choices=(1,))
 NO, YES, EMPTY = Field(choices=(False,)), Field(choices=(True,)), Field(choices=([],))
 STREAM_OPTIONS: Table = {"include_usage": FLAG, "include_obfuscation": IGNORED, "continuous_usage_stats": NO}
@@ -302,9 +302,8 @@ COMPLETION: Table = {
     "add_special_tokens": Field(bool, True),
     "suffix": Field(choices=("",)),
     "prompt_embeds": NONE,
-    "images": Field(
-        list, [], maximum=4096, items=Field(convert=_data_uri)
-    ),  # of a prompt of ids, which has their tokens
+    # Images of a prompt of token ids, which includes the image tokens.
+    "images": Field(list, [], maximum=4096, items=Field(convert=_data_uri)),
     "mm_processor_kwargs": Field(dict, {}, items={"max_pixels": Field(int, minimum=1)}),
 }
 PART: Table = {
@@ -378,7 +377,7 @@ def api_errors(field: str, images: Sequence[str] = ()) -> Iterator[None]:
 
 
 def _with_pixels(api_request: "ApiRequest", images: "Images | None") -> "ApiRequest":
-    """Return `ask` with the images of its one prompt."""
+    """Add the decoded images of a call's only prompt to all of its requests."""
     if images is None:
         return api_request
     return replace(api_request, requests=[replace(request, images=images) for request in api_request.requests])
@@ -389,7 +388,7 @@ class ApiRequest:
     """A call of a client.
 
     Attributes:
-        fields: Fields of the body, as SAMPLING has them.
+        fields: All fields of the table for the route (COMPLETION or CHAT), with defaults filled in.
         name: Name of the model or the adapter.
         adapter: Name of the adapter. None for the model only.
         requests: Requests for the engine: the samples of the first prompt, then those of the next one.
@@ -551,7 +550,7 @@ class Parser:
             raise ApiError(400, f"{name} has the id {max(ids)}, beyond the model's vocabulary of {limit}", name)
 
     def _check_num_characters(self, num_characters: int, name: str) -> None:
-        """Raise ApiError, before it is tokenized, if a text is far too long."""
+        """Raise ApiError if a text is far too long. Called before the text is tokenized, which may take long."""
         limit = MAX_CHARACTERS_PER_TOKEN * self.max_length
         if num_characters > limit:
             raise ApiError(400, f"{name} has {num_characters:,} characters, and a prompt at most {limit:,}", name)

@@ -21,7 +21,8 @@ from dtrain.commands.serve.worker import MODES, EngineThread
 
 PAUSE: Table = {"mode": Field(str, "abort", choices=(*MODES, "in_place")), "clear_cache": IGNORED}
 
-Act = tuple[Table, Callable[[Mapping[str, Any]], dict[str, Any]]]  # fields of the body, and the function that answers
+# The fields of a body, and the function that returns the body of the response.
+Act = tuple[Table, Callable[[Mapping[str, Any]], dict[str, Any]]]
 
 
 class Routes:
@@ -115,7 +116,11 @@ class Service(Routes):
         return {"status": status, "weight_version": self.worker.version, "running": running, "waiting": waiting}
 
     def pause(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Pause decoding. {"mode"}: keep (SGLang's in_place), wait or abort, which is vLLM's and SGLang's default."""
+        """Pause decoding. {"mode"?}.
+
+        mode: what happens to running completions: "keep" (which SGLang calls "in_place"), "wait", or "abort", the
+        default as in vLLM and SGLang.
+        """
         self.worker.pause(fields["mode"].replace("in_place", "keep"))
         return {"status": "paused"}
 

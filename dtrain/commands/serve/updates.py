@@ -87,7 +87,7 @@ LOAD_ADAPTER_FIELDS: Table = {
     "weight_version": VERSION_FIELD,
     "mode": Field(str, "keep", choices=MODES),
 }
-# An adapter that goes takes nothing that is under way with it along by default.
+# By default, running completions end before the adapter is unloaded.
 UNLOAD_ADAPTER_FIELDS: Table = {
     "lora_name": Field(str, "", maximum=256),
     "lora_int_id": IGNORED,
@@ -96,19 +96,24 @@ UNLOAD_ADAPTER_FIELDS: Table = {
 
 
 class Updates:
-    """Updates of the weights of a model. The handlers accept the fields of a body and raise ApiError.
+    """Updates of the weights of a model.
 
-    If updates can come, an adapter that the model has is merged into its weights first, because an update replaces
-    these. An update may leave out the vision tower as a whole, as trainers of text models do. It then stays as it is.
+    The handlers of routes accept the checked fields of a body, and raise ApiError. Their docstrings list the fields,
+    with a "?" after optional ones.
+
+    An update replaces the weights of the base model. If updates are possible, the model's own adapter is therefore
+    merged into the weights first. An update may leave out the complete vision tower, as trainers of text models do. The
+    tower then stays unchanged.
 
     Args:
         model: The model.
         worker: Thread of its engine, on which updates run.
         root: Directories of weights must be below it. None: no directory can be loaded by a client.
-        watched: Whether `load` is called anyway, for a directory that the server watches.
+        watched: Whether the server watches a directory and calls `load` itself, so that updates are possible without a
+            root.
 
     Attributes:
-        is_merged: Whether the model had an adapter, so that its weights cannot be the base of others.
+        is_merged: Whether an adapter was merged into the weights. They cannot be the base of other adapters then.
     """
 
     def __init__(self, model: CausalLM, worker: EngineThread, root: Path | None = None, *, watched: bool = False):
@@ -177,7 +182,7 @@ class Updates:
         self.worker.run_between_steps(read, mode)
 
     def check(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Check that a broadcast of these names, dtypes and shapes would fit, before a group waits for it."""
+        """Check that a broadcast fits the model, before a group is formed for it. {"names", "dtypes", "shapes"}."""
         info = self._info(fields)
         # Several names may stand for the same tensor, so tensors are compared by identity.
         missing = {id(target.parts[0]) for target in self._tensors.values()}
@@ -240,12 +245,17 @@ class Updates:
             if version is not None:
                 self.count(version)
 
-        # Between two buckets of an update nothing is decoded, so there is nothing to wait for.
+        # Nothing is decoded between two buckets of an update, so running completions could not end, and "wait" would be
+        # refused. Only the first bucket of an update uses the mode of the request.
         self.worker.run_between_steps(read, "keep" if self.worker.is_half_updated else _mode(fields))
         return self.done(f"received {len(info)} tensors")
 
     def count(self, version: int | None) -> None:
-        """Set the version of complete weights. None: the next one. To be called on the worker's thread."""
+        """Record a complete update. Must be called on the worker's thread.
+
+        Args:
+            version: Version of the weights. None: one more than before.
+        """
         self.worker.version = self.worker.version + 1 if version is None else version
         self.worker.is_half_updated = False
 
@@ -269,7 +279,7 @@ class Updates:
 
 
 class Adapters:
-    """The adapter that is served next to a model. The handlers accept the fields of a body and raise ApiError.
+    """The adapter that is served next to a model. Handlers are as in `Updates`.
 
     Args:
         updates: Updates of the model. The adapter's directory must be below its root.
@@ -397,11 +407,13 @@ def read_adapter_model(model: CausalLM, directory: Path) -> CausalLM:
 
 @dataclass(frozen=True)
 class _Target:
-    """The tensor of the model that a name stands for, or the tensors that are one in a checkpoint.
+    """The tensors of the model that one name in a checkpoint stands for.
+
+    Usually this is one tensor. A checkpoint may also store several tensors of the model as one fused tensor.
 
     Attributes:
         parts: The tensors.
-        joint: How they are joined.
+        joint: How the checkpoint joins them.
     """
 
     parts: list[Tensor]

@@ -37,8 +37,8 @@ Mode = Literal["keep", "wait", "abort"]
 MODES: tuple[Mode, ...] = ("keep", "wait", "abort")
 # Errors that may come from one client's work, after which the server continues.
 FAULTS = (ArithmeticError, AttributeError, LookupError, MemoryError, OSError, RuntimeError, TypeError, ValueError)
-MAX_SEQUENCES = 4096  # that wait or are decoded at a time
-LOOK_SECONDS = 0.05  # while the server ends, time between checks whether it has to end at once
+MAX_SEQUENCES = 4096  # largest number of sequences that wait or are decoded at a time
+LOOK_SECONDS = 0.05  # time between checks for a second signal while the server ends
 HALF_UPDATED = "an update of the weights began and did not end; send a complete one first"
 ABORTED = "the weights changed during the completion; send the request again"
 
@@ -106,11 +106,12 @@ class _Action:
 class EngineThread(threading.Thread):
     """The thread that owns the engine.
 
-    At most MAX_SEQUENCES sequences wait or are decoded at a time. Further ones are refused. The engine gets no more
-    sequences than it can decode together. Those that wait start with the weights of the time when they are started.
+    At most MAX_SEQUENCES sequences wait or are decoded at a time, and further ones are refused. The engine gets no more
+    sequences than it can decode together. The others wait in this object's queue, so that updates of the weights that
+    arrive meanwhile apply to them.
 
     Attributes:
-        version: Number of updates of the weights and of the adapter.
+        version: Version of the weights and the adapter. An update either sets it or adds one.
         is_half_updated: Whether an update began and did not end. Then nothing is decoded until another one ends.
         failure: Why the thread ended, if it was not asked to.
         paused: Whether decoding is paused.
@@ -127,7 +128,7 @@ class EngineThread(threading.Thread):
         self._engine = engine
         # Guards the attributes below that other threads use. Notified when anything changes.
         self._changed = threading.Condition()
-        self._inbox: deque[_Row] = deque()  # requests that wait
+        self._inbox: deque[_Row] = deque()  # waiting requests
         self._actions: deque[_Action] = deque()
         self._dropped: set[Job] = set()  # jobs whose client has disconnected
         self._rows: dict[int, _Row] = {}  # requests in the engine, by its ticket
@@ -145,9 +146,10 @@ class EngineThread(threading.Thread):
 
         Args:
             api_request: The call.
-            send: Called on this thread with one StreamChunk for each request, or in a stream with several, of which the
-                last has a finish. With echo and logprobs, chunks also have the prompt's scores. If the call fails, it
-                is called once with an ApiError. It must not block.
+            send: Receives the results, on the engine's thread, and must not block. It is called with one StreamChunk
+                for each request. In a stream it is called with several chunks for each request, and the last one has a
+                finish. With echo and logprobs, chunks also have the scores of the prompt. If the call fails, it is
+                called once with an ApiError.
 
         Raises:
             ApiError: If the server is full or ends.
@@ -177,8 +179,8 @@ class EngineThread(threading.Thread):
             mode: What happens to running completions.
 
         Raises:
-            ApiError: With status 503 if the thread ends first, with 409 if completions are paused and `mode` is to wait
-                for them.
+            ApiError: With status 503 if the thread ends first. With status 409 if `mode` is "wait" and the running
+                completions are paused, so that they would never end.
         """
         done: Future = Future()
         with self._changed:
@@ -189,7 +191,14 @@ class EngineThread(threading.Thread):
         return done.result()
 
     def pause(self, mode: Mode) -> None:
-        """Stop decoding until `resume`. Requests are still accepted."""
+        """Stop decoding until `resume`. Requests are still accepted.
+
+        Args:
+            mode: What happens to running completions.
+
+        Raises:
+            ApiError: As `run_between_steps`.
+        """
         self.run_between_steps(lambda: self._set_paused(True), mode)
 
     def _set_paused(self, is_paused: bool) -> None:
@@ -302,8 +311,8 @@ class EngineThread(threading.Thread):
     def _start_requests(self) -> None:
         """Give the engine as many waiting requests as it can decode together.
 
-        The engine reads a prompt once for all running requests with that prompt. So a request waits while its prompt is
-        in use by requests that began with other weights.
+        The engine shares the keys and values of a prompt among all running requests with that prompt. A request must
+        not use keys of older weights, so it waits while its prompt is in use by requests that began with other weights.
         """
         old_prompts = {PromptKey.of(row.request) for row in self._rows.values() if row.version != self.version}
         passed_over: deque[_Row] = deque()

@@ -5,7 +5,7 @@ they can be sent as JSON. For example, a call `step([(0, "2 + 2 = 5", False)])` 
 
     (0, {"value": {"earned": 0.0, "done": False, "metrics": {}, "observation": "Wrong. Try again."}})
 
-"earned" is the reward of the step in all these messages.
+In all these messages, "earned" is the reward of the step.
 """
 
 import importlib
@@ -52,15 +52,20 @@ class EnvironmentCalls:
         yield from self._run(range(len(seeded_rows)), tasks)
 
     def step(self, turns: Sequence[tuple[int, str, bool]]) -> Iterator[tuple[int, Outcome]]:
-        """Step environments; turns: (number, text, is_last) each.
+        """Step environments.
 
-        The value of an outcome is that of `step`, with "observation" if the episode continues.
+        Args:
+            turns: (number of the environment, completion, whether it is the model's last turn) each.
+
+        Returns:
+            (number, outcome) each. The value of an outcome is that of the function `step`, with "observation" if the
+            episode continues.
         """
         tasks = [partial(_step_and_observe, self.environments, *turn) for turn in turns]
         yield from self._run([number for number, _, _ in turns], tasks)
 
     def end(self, numbers: Sequence[int]) -> Iterator[tuple[int, Outcome]]:
-        """End episodes whose observation leaves no room for another completion. Outcomes as those of `step`."""
+        """End episodes whose observation leaves no room for another completion. Yields outcomes like `step`."""
         tasks = [partial(attempt, end, self.environments.pop(number)) for number in numbers]
         yield from self._run(numbers, tasks)
 
@@ -177,7 +182,9 @@ def observe(environment: Any) -> dict[str, Any]:
     return {"observation": messages}
 
 
-MAX_TIMEOUTS_IN_A_ROW = 4  # then the service that the environments call may be down, and each task would time out
+# After this number of consecutive timeouts, a service that the environments call is probably down. Each further task
+# would only time out as well.
+MAX_TIMEOUTS_IN_A_ROW = 4
 TIMED_OUT: Outcome = {"missed": "late"}
 NOT_TRIED: Outcome = {"missed": "untried"}
 
@@ -212,9 +219,12 @@ class TimeoutPool:
         return len(self._abandoned)
 
     def run(self, tasks: Sequence[Callable[[], Outcome]]) -> Iterator[list[tuple[int, Outcome]]]:
-        """Run tasks, which must not raise, and yield (index, outcome) of those that have ended, each task once.
+        """Run tasks, and yield lists of (index, outcome) as tasks end. Each task is yielded once.
 
         After MAX_TIMEOUTS_IN_A_ROW or more consecutive timeouts, the tasks that no thread has begun are not tried.
+
+        Args:
+            tasks: Functions that must not raise.
         """
         waiting = deque(enumerate(tasks))
         running: dict[Future[Outcome], _RunningTask] = {}
@@ -227,7 +237,7 @@ class TimeoutPool:
                 running[future] = _RunningTask(index, thread, time.monotonic() + self._timeout)
             first_due = min(task.due for task in running.values())
             done, _ = wait(running, max(0.0, first_due - time.monotonic()), FIRST_COMPLETED)
-            # A task that ended in the meantime is not late. The next round collects it.
+            # A task that ended after `wait` returned is not late. The next round collects it.
             late = [future for future, task in running.items() if task.due <= time.monotonic() and not future.done()]
             outcomes = []
             for future in done:

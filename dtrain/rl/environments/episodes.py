@@ -33,17 +33,23 @@ from dtrain.rl.rewards.catalog import find
 from dtrain.rl.samples import Sample
 from dtrain.rl.tools import tool_schemas
 
-# Only the beginning of a very long observation is encoded: CHARACTERS characters for each id that is needed, and MARGIN
-# ids more than needed, because the last ids (of 1024 characters or more) may differ if the text continues.
+# Only the beginning of a very long observation is encoded, CHARACTERS characters for each id that fits. MARGIN more ids
+# than fit are computed and dropped, because the last ids may differ if the text continues. A character has at most 4
+# ids, so the margin covers at least 1024 characters.
 CHARACTERS, MARGIN = 8, 4096
 
 
 class Observations:
     """Encodes observations so that they can follow sampled tokens.
 
-    In a conversation, an observation is what the chat template writes between a reply and the next one: the end of the
-    turn, unless the model has written it, the messages, and the generation prompt. It is found by rendering a
-    conversation of a question, a placeholder reply and the messages, and cutting the text after the placeholder.
+    In a conversation, the text of an observation is everything that the chat template writes between two replies of the
+    model: the end of the turn, unless the model has sampled it, then the messages, then the generation prompt. To find
+    this text, a conversation of a question, a placeholder reply and the messages is rendered, and the text after the
+    placeholder is kept. For example, with the message "Try again." of a user:
+
+        rendered    <|user|>question<|end|><|assistant|>PLACEHOLDER<|end|><|user|>Try again.<|end|><|assistant|>
+        kept                                                       <|end|><|user|>Try again.<|end|><|assistant|>
+        encoded     without the first <|end|>, if the sampled completion ends with it
 
     Args:
         tokenizer: The tokenizer.
@@ -72,8 +78,8 @@ class Observations:
         Args:
             observation: A text or messages.
             completion: The completion before it.
-            room: Tokens that are left of the sequence. Of a longer observation, only the first ids may be returned,
-                more than `room` of them.
+            room: Tokens that the sequence can still hold. An observation with more tokens may be cut, to at least
+                `room` + 1 of them, so that the caller sees that it does not fit.
 
         Raises:
             UserError: If the template refuses the messages.
@@ -307,9 +313,9 @@ def run_episodes(
 ) -> list[Sample]:
     """Run an episode for each of N requests. All turns of a round are one call of the engine.
 
-    A completion that was cut (finish "length") is still passed to its environment, so that its reward is known. It
-    ends the episode as cut, even if the environment is done. An observation that leaves no room for another completion
-    is left out. An environment that is lost ends its episode after the completion that it was given.
+    A completion that was cut (finish "length") is still passed to its environment, so that its reward is known. The
+    episode then ends with finish "length", even if the environment is done. An observation that leaves no room for
+    another completion is left out. If an environment is lost, its episode ends after the completion it received last.
 
     Args:
         generate: Samples completions, as an engine's `generate`.
@@ -360,7 +366,14 @@ def run_episodes(
 
 
 class _PlayedTurn(NamedTuple):
-    """A sampled turn of episode `number`. room: tokens that are left of the sequence after it."""
+    """A sampled turn of an episode.
+
+    Attributes:
+        number: Number of the episode.
+        completion: The completion.
+        is_last: Whether the model gets no further turn.
+        room: Tokens that the sequence can still hold after the completion.
+    """
 
     number: int
     completion: Completion

@@ -60,7 +60,8 @@ class ToolServer:
 
     def close(self) -> None:
         """Close the connection. A process gets two seconds to end by itself."""
-        with suppress(ExceptionGroup):  # why the connection was lost, which its calls have reported
+        # If the connection was lost, closing it raises the cause, which the failed calls have already reported.
+        with suppress(ExceptionGroup):
             self._connection.close()
 
     def ensure(self) -> None:
@@ -103,7 +104,7 @@ class ToolServer:
     def answer(self, name: str, arguments: "Mapping[str, Any]") -> str:
         """Return the text of a tool's answer; `error: ..` if the tool or the server reports a failure.
 
-        There is no limit of time here: the pool of the environments gives up a call that takes too long.
+        The call has no time limit of its own. The pool of the environments abandons a call that takes too long.
 
         Raises:
             ServerGone: If the connection is lost.

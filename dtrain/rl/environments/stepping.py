@@ -21,7 +21,7 @@ GRACE = 5.0  # seconds after the timeout, in which the process itself should hav
 KEY = "grpo.environment_timeout"
 
 Observation = str | Sequence[dict[str, Any]]
-"""What an environment says: a text, or messages."""
+"""The observation of an environment: a text, or messages."""
 Failures = dict[tuple[str, str], list[str]]
 """Messages of the failures, one for each environment, by stage ("make", "step", "observe", "end") and cause."""
 
@@ -221,7 +221,11 @@ class Environments(Worker):
                 self._report_once("end", str(lost), f"{self._whose}: their process {lost} when they were over")
 
     def _renew(self) -> None:
-        """Start another process if this one has ended, or has abandoned threads that would slow it down for ever."""
+        """Make sure that a fresh process runs.
+
+        The process is replaced if it has ended, or if it has abandoned threads that still run, because these would slow
+        down all later steps.
+        """
         if self._is_alive:
             with suppress(WorkerLost):
                 (num_stuck,) = self.call("stuck", grace=self._grace)

@@ -1,8 +1,8 @@
-"""Environment of `grpo.tools`: it makes the tool calls in a completion, and the model reads the results next.
+"""Environment of `grpo.tools`, which makes the tool calls in a completion. The model reads the results next.
 
-This runs in the environments' process. A call that hangs is abandoned as any step of an environment is. If a tool
-server ends, the episodes that call it are lost, and it is started again for the next ones. An observation has one
-message for each call:
+The environment runs in the environments' process. A call that hangs is abandoned like any step of an environment. If a
+tool server ends, the episodes that call it are lost, and the server is started again for the next episodes. An
+observation has one message for each call:
 
     completion     <tool_call>{"name": "power", "arguments": {"base": 2, "exponent": 10}}</tool_call>
     observation    [{"role": "tool", "name": "power", "tool_call_id": "call00000", "content": "1024"}]
@@ -42,7 +42,7 @@ class Toolbox:
             The schema has "name" and "parameters".
         form: How calls are written, as in `data.text.tool_calls.ToolFormat`.
         is_single: Whether the template writes at most one call in a turn.
-        max_characters: Characters of an answer. A longer one is cut, and says so.
+        max_characters: Largest number of characters of an answer. A longer answer is cut, with a note at its end.
 
     Attributes:
         parameters: The JSON schema of each tool's parameters, by the tool's name.

@@ -1,4 +1,4 @@
-"""Dialects: how vLLM, SGLang and `dtrain serve` are asked for completions and given new weights. No torch.
+"""Dialects: the protocols for completions and new weights of vLLM, SGLang and `dtrain serve`. No torch.
 
 vllm
     Completions: /v1/completions with token ids. `return_token_ids`, `return_tokens_as_token_ids` and `logprobs: 0` ask
@@ -108,8 +108,8 @@ class Vllm:
         pause: Posts before an update of the weights.
         resume: Posts after it.
         clear_caches: Posts before `resume` that discard what was computed with the old weights.
-        has_named_versions: Whether each version of an adapter has its own name. The name then tells the version of a
-            completion.
+        has_named_versions: Whether each version of an adapter has its own name. The version of a completion then
+            follows from the name.
         supports_dora: Whether the server accepts DoRA adapters.
         supports_vision_adapters: Whether the server accepts adapters of vision towers.
         keeps_image_features: Whether the server keeps features of images when its weights change.
@@ -159,7 +159,12 @@ class Vllm:
         return [self._completion(choice) for choice in read_choices(answer, len(requests))]
 
     def routed(self, answer: Any) -> list[Any]:
-        """Return what an answer says about routed experts, for `rl.routed`, in the order of `read`. None if nothing."""
+        """Return the routed experts of each completion, in the order of `read`.
+
+        Returns:
+            For each completion the array in the server's own format, which `rl.routed` reads, a tuple of arrays for
+            prompt and completion, or None if the answer has no experts.
+        """
         choices = sorted(answer["choices"], key=choice_index)
         experts = [choice.get("routed_experts") for choice in choices]
         prompt_experts = answer.get("prompt_routed_experts")  # some releases report those of the prompt apart
@@ -202,10 +207,11 @@ class Vllm:
                 call(*post)
 
     def stale_weights(self, client: HttpClient, version: int, seconds: float) -> str | None:
-        """Return a description of the server's weights if they are older than `version`, as after a restart.
+        """Return a description of the server's weights if they are older than `version`, for example after a restart.
 
-        None means that they are not, or that the release does not report it. It is also None if every completion
-        reports its version.
+        Returns:
+            The description, for a message. None if the weights are not older, if this release does not report their
+            version, or for dialects whose completions report their version themselves.
 
         Raises:
             RetryableError: If the server does not answer.
@@ -247,7 +253,7 @@ class Vllm:
 
     @staticmethod
     def _try(call: Call, path: str, body: dict[str, Any]) -> bool:
-        """Post `body`. Return whether the server has the route: releases differ in their routes for pausing."""
+        """Post `body` to a route that not every release has. Return whether the server has the route."""
         try:
             call(path, body)
         except ClientError as error:
@@ -303,9 +309,8 @@ class Sglang:
 
     name = "sglang"
     broadcast_kind = "broadcast"
-    pause: Sequence[Post] = [
-        ("/pause_generation", {"mode": "retract"})
-    ]  # completions in progress compute their keys and values again
+    # With "retract", completions in progress compute their keys and values again after the pause.
+    pause: Sequence[Post] = [("/pause_generation", {"mode": "retract"})]
     clear_caches: Sequence[Post] = ()  # an update clears them
     resume: Sequence[Post] = [("/continue_generation", {})]
     has_named_versions = True
@@ -548,7 +553,7 @@ class VllmRoute(ImageRoute):
     """A route of vLLM, whose answers have the token ids that it read.
 
     Attributes:
-        fix: What else to change if these are not the trainer's.
+        fix: Additional advice for the error if the server read other ids than the trainer's.
     """
 
     server = "vllm"
@@ -592,7 +597,11 @@ class VllmTokens(VllmRoute):
 
 
 class VllmChat(VllmRoute):
-    """Conversations with images to vLLM. Its --mm-processor-kwargs bounds the images: it refuses those of a request."""
+    """Conversations with images to vLLM.
+
+    The limit on the pixels of images must be set when the server is started (--mm-processor-kwargs), because vLLM does
+    not accept it in a request.
+    """
 
     path = "/v1/chat/completions"
     fix = f", {FIX_CHAT_TEMPLATE}"

@@ -5,8 +5,8 @@ sample the next rollout while the run trains on this one:
 
     step 8     servers have version 8; rollout A is sampled, then rollout B is started
     step 9-10  training on A; B is sampled with version 8
-    step 10    B is due: its completions are 2 steps old. With max_off_policy_steps=2 they are used, and with less they
-               are sampled again with version 10
+    step 10    B is due, and its completions are 2 steps old. With max_off_policy_steps=2 they are used. With 1 they are
+               dropped and sampled again with version 10
 
 Only rank 0 communicates with the servers. The staleness of a completion is the trainer's version of the weights minus
 the completion's version.
@@ -90,7 +90,8 @@ class ServerEngine(RolloutEngine):
         if grpo.max_off_policy_steps:
             self._prefetcher = RolloutPrefetcher(self._engine, grpo.max_off_policy_steps, run.metrics.say)
             run.stack.callback(self._prefetcher.close)
-        # The stack calls this one first. It ends the calls of the prefetcher, which would otherwise wait for them.
+        # The stack runs its callbacks in reverse order. The engine is closed first, which ends the calls in progress.
+        # Otherwise the prefetcher would wait for them.
         run.stack.callback(self._engine.close)
         return True
 
@@ -220,8 +221,8 @@ class RolloutPrefetcher:
 
     Args:
         engine: The servers.
-        max_off_policy_steps: Largest staleness of a completion. With 0, everything that older weights sampled is
-            sampled again.
+        max_off_policy_steps: Largest staleness of a completion. With 0, all completions of older weights are sampled
+            again.
         say: Prints a line.
 
     Attributes:

@@ -40,7 +40,7 @@ PROBE_SECONDS = 30.0  # for the completion that shows whether a server reports r
 REPORT_SECONDS = 30.0  # between lines about a server that does not answer yet
 MIN_SECONDS = 0.1  # the smallest time limit of a request
 CONTEXT_HINT = "does the server's context hold prompt and completion (--max-model-len, --context-length, --max-length)?"
-CLOSED_STATUSES = (403, 404, 405)  # of a route that a release lacks, or that the server was started without
+CLOSED_STATUSES = (403, 404, 405)  # statuses for a route that the release lacks, or that was not enabled at the start
 
 
 @dataclass
@@ -104,7 +104,8 @@ class HttpEngine:
         concurrency: Calls in progress at the same time, over all servers.
         start_timeout: Seconds that the servers may take to come up.
         api_key_file: A file with the servers' API key.
-        routed: Reads routed experts, which every request then asks for. A request of two tokens checks this first.
+        routed: Reads routed experts, which every request then asks for. The constructor checks with a prompt of two
+            tokens whether the servers report them.
         vocab_size: Every token id of an answer must be below this.
         say: Prints a line, for example about a server that fails.
         should_stop: Ends the wait for the servers with Interrupted.
@@ -208,7 +209,7 @@ class HttpEngine:
         self._update(load, adapter.version, adapter.directory)
 
     def adapter_problem(self) -> str | None:
-        """Return why a server cannot load adapters, as it answers itself. None if all can.
+        """Ask all servers whether they can load adapters. Return the first reason against it, or None.
 
         Raises:
             UserError: If a server does not answer.
@@ -263,9 +264,9 @@ class HttpEngine:
         return server
 
     def _check_routed_experts(self, server: ServerClient) -> None:
-        """Request a completion of one token to see whether the server reports routed experts.
+        """Request a completion of one token to check whether the server reports routed experts.
 
-        A server that gives no answer now may still wait for weights, so that is no error.
+        A server that does not answer now is accepted, because it may still be waiting for weights.
 
         Raises:
             UserError: If the server does not report experts, or serves another model.
@@ -382,7 +383,15 @@ class HttpEngine:
                     raise UserError(f"{path}: {attempts.summary()}") from error
 
     def _complete(self, requests: Sequence[Request], stop: threading.Event) -> list[Completion]:
-        """Return the completions of one prompt's samples, from the first server that gives usable ones."""
+        """Return the completions of one prompt's samples, from the first server that returns usable completions.
+
+        Args:
+            requests: The samples.
+            stop: Set if the call is no longer wanted.
+
+        Raises:
+            UserError: If no server is usable any more, or a server refuses the request.
+        """
         tries = RetryState(time.monotonic() + self.timeout, stop)
         while True:
             chosen = self._choose_server(tries)
@@ -562,7 +571,14 @@ class HttpEngine:
 
 
 class _ChosenServer(NamedTuple):
-    """A server for one call. version, adapter: of the weights to sample with; has_others: whether others are usable."""
+    """The server that was chosen for a call.
+
+    Attributes:
+        server: The server.
+        has_others: Whether other servers are usable.
+        version: Version of the weights to sample with.
+        adapter: Name of the adapter to sample with. None: the model without an adapter.
+    """
 
     server: ServerClient
     has_others: bool

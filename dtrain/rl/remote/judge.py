@@ -20,8 +20,8 @@ from dtrain.base.json_files import digest, split_lines
 from dtrain.rl.remote.http_client import ClientError, HttpClient, RetryableError, read_api_key
 
 CHECK_SECONDS = 10.0  # for a server to list its models
-MAX_FAILURES_IN_A_ROW = 3  # then the judge is down, and the rest of a call is not asked
-MAX_TRIES = 2  # of one question
+MAX_FAILURES_IN_A_ROW = 3  # after these the judge counts as down, and the rest of the call is not asked
+MAX_TRIES = 2  # tries for one question
 CONCURRENCY, TIMEOUT = 8, 30.0
 ROUNDS_PER_BATCH = 2  # a batch has this many questions for each that is asked at the same time
 MAX_POINTS = 10
@@ -146,10 +146,11 @@ class Judge:
 
 
 def _reference(answer: Any) -> str:
-    """Return the part of the question that shows the data's answer; "" without one.
+    """Return the part of the question that shows the data's answer, or "" without an answer.
 
-    >>> _reference(["Paris", "Paris, France"])
-    '\\n\\nRight is any of these answers:\\nParis\\nParis, France'
+    Example:
+        >>> _reference(["Paris", "Paris, France"])
+        '\\n\\nRight is any of these answers:\\nParis\\nParis, France'
     """
     if answer is None or answer == "" or answer == []:
         return ""
@@ -164,7 +165,7 @@ def _as_text(answer: Any) -> str:
 
 
 def batch_size(options: Mapping[str, Any]) -> int:
-    """Return the number of answers for one call that should not take long.
+    """Return the number of answers for one call of the judge, so small that a run can stop between two calls.
 
     Example:
         >>> batch_size({"concurrency": 4})
@@ -185,10 +186,11 @@ def max_call_seconds(options: Mapping[str, Any], count: int) -> float:
 
 
 def _points(answer: Any) -> float:
-    """Return the reward in a chat completion. Raises RetryableError if there is none.
+    """Return the reward in a chat completion. Raises RetryableError if the completion has none.
 
-    >>> _points({"choices": [{"message": {"content": 'Short and right: {"score": 7}'}}]})
-    0.7
+    Example:
+        >>> _points({"choices": [{"message": {"content": 'Short and right: {"score": 7}'}}]})
+        0.7
     """
     try:
         text = str(answer["choices"][0]["message"]["content"])

@@ -99,7 +99,9 @@ class Publisher:
         return self._engine
 
     def _announce(self, directory: Path, version: int, update: Callable[[], None]) -> None:
-        """On rank 0, mark a written step-N as complete, have the servers load it, and delete all but two.
+        """On rank 0, mark step-N as complete, have the servers load it, and delete old steps.
+
+        The step and the newest one before it are kept.
 
         Args:
             directory: The directory step-N.
@@ -184,7 +186,9 @@ class StreamPublisher(Publisher):
         self._group: Any = None
         self._members: list[ServerClient] = []
         self._meetings = 0
-        self._abandoned: list[Any] = []  # groups with a message that nobody receives: deleting one would wait for it
+        # Groups with a message that nobody will receive. They are kept, because deleting such a group would wait for
+        # the message.
+        self._abandoned: list[Any] = []
         self.ranks.run_on_first(self._check)
 
     def publish(self, source: WeightSender, version: int) -> None:
@@ -301,7 +305,20 @@ class StreamPublisher(Publisher):
         self._group, self._members = joined.result(), servers
 
     def _send(self, info: WeightInfo, names: list[str], full: list[Tensor], version: int | None) -> None:
-        """Broadcast a bucket of tensors; version: with the last bucket. Raises UserError."""
+        """Announce a bucket to the members over HTTP, and broadcast its tensors.
+
+        Args:
+            info: Shape and dtype of all weights by name.
+            names: Names of the bucket's tensors.
+            full: The tensors.
+            version: Version of the weights for the last bucket of an update, otherwise None.
+
+        Raises:
+            UserError: If a server refuses the bucket or does not answer.
+
+        Collectives:
+            One broadcast over the group of rank 0 and the servers.
+        """
         post = self._bucket_post(info, names, version)
         posts = [run_in_thread(self._call, server, *post) for server in self._members]
         message = flatten_bucket(full)
@@ -314,14 +331,14 @@ class StreamPublisher(Publisher):
         sent.wait()
 
     def _bucket_post(self, info: WeightInfo, names: list[str], version: int | None) -> Post:
-        """Return the call with which a server receives a bucket; version: with the last bucket."""
+        """Return the call that makes a server receive a bucket. Arguments as in `_send`."""
         body = {**describe_tensors(info, names), "group_name": self._name, "load_format": "flattened_bucket"}
         if version is not None:
             body["weight_version"] = str(version)
         return "/update_weights_from_distributed", body
 
     def _abandon(self, sent: Any, message: Tensor) -> None:
-        """Give up the group after a broadcast that not all servers received."""
+        """Stop using the group, after a broadcast that not all servers have received."""
         self._abandoned.append((self._group, sent, message))
         self._group = None
 

@@ -54,7 +54,7 @@ def find(name: str, kind: str = "reward") -> tuple[str, str]:
 
     Args:
         name: A name of BUILT_IN, or an import path.
-        kind: Another kind of function, such as "tool", for messages. It has only import paths.
+        kind: Kind of function for messages, such as "tool". Names of BUILT_IN are accepted only for "reward".
 
     Returns:
         (module, function).
@@ -158,7 +158,7 @@ def _module_spec(whose: str, module: str) -> ModuleSpec:
     """Return the spec of a module without importing its parent packages.
 
     Args:
-        whose: Begins the message.
+        whose: Beginning of the error message, such as "reward my.short".
         module: The module.
 
     Raises:
@@ -230,7 +230,8 @@ def is_import_path(name: str) -> bool:
     return bool(re.fullmatch(r"[^\W\d]\w*(?:\.[^\W\d]\w*)*[.:][^\W\d]\w*", name))
 
 
-# The modules of the rewards, from which the options are read, import the functions above. So this comes after them.
+# REWARDS reads the options from the modules of the rewards. These modules import the functions above, so everything
+# below must stay at the end of this file.
 REQUIRED = inspect.Parameter.empty
 """The default of an option that has none."""
 JUDGE_OPTIONS = ("url", "model", "rubric")

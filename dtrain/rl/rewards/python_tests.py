@@ -5,7 +5,7 @@ an expected output (`ProgramTest`), and a text of Python that calls the code (`A
 and values that a test compares with literals, are compared outside the sandbox.
 
 Before a test in Python is sent into the sandbox, each comparison with a literal is replaced by a report of the value.
-So the sandbox never contains the expected literal, and the comparison is made here:
+The comparison is made outside. The sandbox never contains the expected literal, so the model's code cannot read it:
 
     assert add(1, 2) == 3                      _dtrain_report(0, add(1, 2))            here: _0 == 3
     assert abs(half(3) - 1.5) < 1e-6, "half"   _dtrain_report(1, half(3))              here: abs(_0 - 1.5) < 1e-6

@@ -1,4 +1,4 @@
-"""The program inside the sandbox: it runs the model's code and then a test. It imports only the standard library.
+"""The program inside the sandbox, which runs the model's code and then a test. Imports only the standard library.
 
 `code_sandbox` passes the text of this file to a fresh interpreter. No other file of dtrain is in the sandbox.
 
@@ -23,7 +23,7 @@ from contextlib import suppress
 from numbers import Number
 from typing import Any, TextIO
 
-_FILE_BYTES = 4 << 20  # of each file, standard output included
+_FILE_BYTES = 4 << 20  # largest size of each file, including standard output
 _MAX_FILES = 64
 _MAX_THREADS = 64
 _OBJECT: dict[str, Any] = {"type": "object", "items": []}  # any value that is no plain data

@@ -116,7 +116,8 @@ class Rewards(Worker):
             return Scores([], {name: [] for name in self._weights})
         parts: dict[str, list[float]] = {}
         for index, outcome in enumerate(self._outcomes(batch)):
-            if index < len(self.names):  # one more comes if the process is lost after the last reward's values
+            # If the process is lost after the last reward's values, one more outcome follows. It belongs to no reward.
+            if index < len(self.names):
                 name = self.names[index]
                 parts[name] = self._values(name, outcome, count)
         total = [self._weighted_sum([part[index] for part in parts.values()]) for index in range(count)]
@@ -227,7 +228,11 @@ class RewardCalls:
         self.functions: dict[str, Callable[..., Any]] = {}
 
     def load(self, rewards: Mapping[str, tuple[str, str, Mapping[str, Any]]]) -> list[Outcome]:
-        """Load the rewards; rewards: name -> module, function, options."""
+        """Load the rewards.
+
+        Args:
+            rewards: Name -> (module, function, options).
+        """
 
         def load_all() -> None:
             functions = {}

@@ -1,7 +1,7 @@
-"""Reward of mathematical answers that the package `math-verify` finds equal with sympy: expressions, sets, intervals.
+"""Reward `math_verify`: answers that the package `math-verify` compares with sympy (expressions, sets, intervals).
 
-Its own limits of time are alarms, which interrupt Python but not a large power or factorial in C. Each comparison runs
-in a process of a pool (`pebble`) instead, which is ended and replaced when the time is over.
+The package's own time limits are alarms, which interrupt Python code but not a large power or factorial computed in C.
+Instead, each comparison runs in a process of a pool (`pebble`), which is killed and replaced when the time is over.
 """
 
 import logging
@@ -110,5 +110,5 @@ def _new_pool() -> "ProcessPool":
 def _begin() -> None:
     """Prepare a process of the pool."""
     orphans.end_with_parent(os.getppid())
-    # It warns in each process that it sets no time limit.
+    # math-verify would warn in each process that no time limit is set.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
