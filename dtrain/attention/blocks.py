@@ -74,12 +74,16 @@ class Gradients(NamedTuple):
 def merge_by_log_sum_exp(first: Partial, second: Partial) -> Partial:
     """Merge the attention of the same queries over two sets of keys.
 
-    Each average is weighted by its share of the sum of exponentials. Where neither has seen a key, the result is 0 with
-    a log-sum-exp of -inf.
+    Each average is weighted by its share of the sum of exponentials. A query that has seen no key in either set gets an
+    output of 0 and a log-sum-exp of -inf.
 
     Args:
-        first: out [.., Q, hd_v], lse [.., Q].
-        second: The same; its `out` may be a scalar, as for a sink, whose value is 0.
+        first: Attention over the first set of keys: out [.., Q, hd_v], lse [.., Q].
+        second: Attention over the second set, in the same shapes. `out` may be a scalar, as for a sink, whose value is
+            0.
+
+    Returns:
+        Attention over both sets: out [.., Q, hd_v], lse [.., Q].
 
     Example:
         One key with score 0 and value 3, and one with score ln 2 and value 6: the shares are 1/3 and 2/3.
@@ -93,27 +97,44 @@ def merge_by_log_sum_exp(first: Partial, second: Partial) -> Partial:
     Reference:
         FlashAttention, arXiv:2205.14135, section 3.1.
     """
-    # e^a / (e^a + e^b) = sigmoid(a - b). If neither has seen a key, -inf - -inf is NaN; any share of 0 and 0 will do.
+    # e^a / (e^a + e^b) = sigmoid(a - b). If both lse are -inf, the difference is NaN. Both outputs are then 0, and any
+    # share of them is 0, so NaN may be replaced by 0.
     first_share = (first.lse - second.lse).nan_to_num(nan=0.0, posinf=float("inf"), neginf=float("-inf")).sigmoid()
     out = torch.lerp(second.out.to(first_share.dtype), first.out.to(first_share.dtype), first_share[..., None])
     return Partial(out, torch.logaddexp(first.lse, second.lse))
 
 
 def merge_with_sinks(merged: Partial, sinks: Tensor) -> Partial:
-    """Merge attention with sinks: one more key for every query, whose score is the sink and whose value is 0.
+    """Add one more key to every query: its score is the sink, and its value is 0.
 
     Args:
-        merged: out [.., Q, hd_v], lse [.., Q].
+        merged: Attention without sinks: out [.., Q, hd_v], lse [.., Q].
         sinks: Scores, in a shape that broadcasts with `merged.lse`.
+
+    Returns:
+        Attention with sinks, in the shapes of `merged`.
+
+    Example:
+        One key with score 0 and value 4, and a sink of 0: half of the weight is on the sink.
+
+        >>> merged = Partial(torch.tensor([[4.0]]), torch.tensor([0.0]))
+        >>> merge_with_sinks(merged, torch.tensor([0.0])).out
+        tensor([[2.]])
     """
     sink = Partial(merged.out.new_zeros(()), sinks.to(merged.lse.dtype))
     return merge_by_log_sum_exp(merged, sink)
 
 
 def pad_heads_to_one_size(*heads: Tensor) -> list[Tensor]:
-    """Pad heads [.., hd] or [.., hd_v] with zeros to the largest size, for flash attention, which takes only one.
+    """Pad heads with zeros to the largest head size, because flash attention requires a single size.
 
-    Zeros change neither the scores nor the other values of the output. Tensors that have this size are not copied.
+    Zeros change neither the scores nor the other values of the output.
+
+    Args:
+        heads: Tensors [.., hd] or [.., hd_v].
+
+    Returns:
+        The tensors, [.., max(hd, hd_v)]. Tensors that already have this size are not copied.
     """
     largest = max(tensor.shape[-1] for tensor in heads)
     padded = []
@@ -124,10 +145,21 @@ def pad_heads_to_one_size(*heads: Tensor) -> list[Tensor]:
 
 
 class Products:
-    """Matrix products, on every device. All scores [B, H, Q, K] of a call are in memory at once."""
+    """Block attention by matrix products, on every device. All scores [B, H, Q, K] of a call are in memory at once."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Partial:
-        """Compute attention over a block. Queries that see none of its keys get 0 and -inf."""
+        """Compute attention over a block.
+
+        Args:
+            q: [B, H, Q, hd].
+            k: [B, kv, K, hd].
+            v: [B, kv, K, hd_v].
+            bias: Additive mask, [B or 1, 1, Q, K], 0 or -inf.
+            scale: Factor of the scores.
+
+        Returns:
+            out [B, H, Q, hd_v] and lse [B, H, Q]. Queries that see no key of the block get 0 and -inf.
+        """
         wide = torch.promote_types(q.dtype, torch.float32)
         scores = _scores(q, k, bias, scale, wide)
         lse = torch.logsumexp(scores, -1)
@@ -144,9 +176,13 @@ class Products:
             q: [B, H, Q, hd].
             k: [B, kv, K, hd].
             v: [B, kv, K, hd_v].
-            merged: Attention over the keys of all blocks; its output may be in q's dtype.
-            bias: [B or 1, 1, Q, K].
+            merged: Attention over the keys of all blocks: out [B, H, Q, hd_v], which may be in q's dtype, and lse
+                [B, H, Q].
+            bias: Additive mask, [B or 1, 1, Q, K], 0 or -inf.
             scale: Factor of the scores.
+
+        Returns:
+            The gradients in the shapes of q, k and v.
         """
         wide = merged.lse.dtype
         grad, out = grad.to(wide), merged.out.to(wide)
@@ -161,7 +197,7 @@ class Products:
 
 
 class CpuFlash:
-    """torch's CPU kernel, which never stores all scores. The methods are those of `Products`."""
+    """Block attention by torch's CPU kernel, which never stores all scores. Same methods as `Products`."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Partial:
         wide = torch.promote_types(q.dtype, torch.float32)
@@ -193,14 +229,25 @@ Step = TypeVar("Step", contravariant=True)
 
 
 class BlockAttention(Protocol[Step]):
-    """Attention over blocks of keys, and its backward: `MaskedBlocks`, `segments.VarlenBlocks`.
+    """Interface of attention over blocks of keys, implemented by `MaskedBlocks` and `segments.VarlenBlocks`.
 
-    Each has its own layout of q, k, v and the output, and its own description of what the queries see of a block, the
-    step.
+    Each implementation defines the layout of q, k, v and the output. It also defines the type of a step, which
+    describes the keys of a block that each query sees: `MaskedBlocks` uses a mask, `VarlenBlocks` a list of calls.
     """
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, step: Step, so_far: Partial | None) -> Partial:
-        """Return `so_far`, whose tensors may be overwritten, merged with the attention over this block."""
+        """Compute attention over a block, and merge it with the attention over the blocks before.
+
+        Args:
+            q: Queries.
+            k: Keys of this block.
+            v: Values of this block.
+            step: The visible keys of this block.
+            so_far: Attention over the blocks before. Its tensors may be overwritten. None for the first block.
+
+        Returns:
+            Attention over all blocks up to this one.
+        """
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, merged: Partial, step: Step, gradients: Gradients
@@ -213,8 +260,8 @@ class BlockAttention(Protocol[Step]):
             k: Keys of this block.
             v: Values of this block.
             merged: Attention over all blocks. The output is in q's dtype.
-            step: What the queries see of this block.
-            gradients: Of q, and of this block's k and v.
+            step: The visible keys of this block.
+            gradients: Sums of the gradients of q, and of this block's k and v. Modified in place.
         """
 
     def by_head(self, out: Tensor) -> Tensor:
@@ -239,18 +286,18 @@ class KeysAndValues(NamedTuple):
 
     @classmethod
     def of_buffer(cls, buffer: Tensor, like: "KeysAndValues") -> "KeysAndValues":
-        """Return the views of a buffer that is laid out as `like`."""
+        """Split a flat buffer into views k and v with the shapes of `like`."""
         return cls(buffer, *flat_views(buffer, [like.k.shape, like.v.shape]))
 
     @classmethod
     def zeros_like(cls, k: Tensor, v: Tensor, dtype: torch.dtype) -> "KeysAndValues":
-        """Return zeros of the shapes of k and v."""
+        """Allocate a zero buffer for k and v in `dtype`."""
         buffer = k.new_zeros(k.numel() + v.numel(), dtype=dtype)
         return cls(buffer, *flat_views(buffer, [k.shape, v.shape]))
 
     @classmethod
     def copy_of(cls, k: Tensor, v: Tensor) -> "KeysAndValues":
-        """Return a copy of k and v in one buffer."""
+        """Copy k and v into one new buffer."""
         buffer = k.new_empty(k.numel() + v.numel())
         message = cls(buffer, *flat_views(buffer, [k.shape, v.shape]))
         message.k.copy_(k)
@@ -259,7 +306,7 @@ class KeysAndValues(NamedTuple):
 
 
 def with_sinks(attention: BlockAttention[Any], merged: Partial, sinks: Tensor | None) -> Partial:
-    """Merge attention with the sinks [H] of its heads, if there are any."""
+    """Merge attention, in the layout of `attention`, with the sinks [H] of its heads. None: return `merged`."""
     if sinks is None:
         return merged
     out = attention.by_head(merged.out)
@@ -269,11 +316,21 @@ def with_sinks(attention: BlockAttention[Any], merged: Partial, sinks: Tensor | 
 
 
 def sinks_grad(attention: BlockAttention[Any], grad: Tensor, merged: Partial, sinks: Tensor | None) -> Tensor | None:
-    """Return the gradient of sinks [H], in their dtype. `merged` is the attention with the sinks."""
+    """Compute the gradient of the sinks.
+
+    Args:
+        attention: Defines the layout of `grad` and `merged.out`.
+        grad: Gradient of the merged output.
+        merged: Attention with the sinks.
+        sinks: [H], or None.
+
+    Returns:
+        [H] in the dtype of `sinks`, or None without sinks.
+    """
     if sinks is None:
         return None
     dtype = merged.lse.dtype
-    # As for a key whose value is 0: w · (grad · 0 - D), summed over queries and rows.
+    # A sink is a key whose value is 0, so its gradient is w · (grad · 0 - D), summed over queries and rows.
     d = (attention.by_head(grad).to(dtype) * attention.by_head(merged.out).to(dtype)).sum(-1)  # [.., H, Q]
     weights = (sinks.to(dtype)[:, None] - merged.lse).exp()
     return -(weights * d).sum(-1).view(-1, len(sinks)).sum(0).to(sinks.dtype)
@@ -286,9 +343,10 @@ class MaskedBlocks:
     q is [B, H, Q, hd], k [B, kv, K, hd], v [B, kv, K, hd_v], the output [B, H, Q, hd_v], its log-sum-exp [B, H, Q].
 
     Attributes:
-        blocks: How a block is computed.
+        blocks: The implementation that computes a block.
         scale: Factor of the scores.
-        most: Largest number of bytes of scores. If there are more, a run of queries is computed at a time.
+        most: Largest number of bytes of scores in memory. If the scores of all queries take more, consecutive slices of
+            the queries (runs) are computed one after another.
     """
 
     blocks: BlockComputation
@@ -320,7 +378,7 @@ class MaskedBlocks:
             gradients.v[:, :, keys] += v_grad
 
     def _parts(self, q: Tensor, k: Tensor, step: BlockMask) -> Iterator[tuple[slice, slice, Tensor]]:
-        """Yield runs of queries, the keys that each may see, and the bias of the two."""
+        """Yield slices of queries, the slice of keys that each may see, and their bias [B or 1, 1, run, keys]."""
         wide = torch.promote_types(q.dtype, torch.float32)
         row_bytes = q.shape[0] * q.shape[1] * k.shape[2] * wide.itemsize
         if isinstance(step, Tensor):
@@ -340,13 +398,13 @@ class MaskedBlocks:
 class BlockByBlock(torch.autograd.Function):
     """Attention over blocks of keys, one after the other, in q's dtype.
 
-    Nothing of a block is kept for the backward, which brings the blocks and computes their scores again. It reads the
-    log-sum-exp and the output of all blocks, so that it can add the gradients of one block after the other.
+    The forward saves no scores and no blocks of other ranks. The backward receives the blocks a second time, computes
+    their scores again, and adds up the gradients block by block, from the output and log-sum-exp over all blocks.
 
     `apply(q, k, v, steps, ring, attention, sinks)`:
 
-        q, k, v: This rank's, as `attention` accepts them.
-        steps: What the queries see of each block, in the order of the blocks. None or an empty step: nothing.
+        q, k, v: This rank's tensors, in the layout of `attention`.
+        steps: The visible keys of each block, in the order of the blocks. None or an empty step: none are visible.
         ring: `context.Ring`, which yields this rank's own block, and then the blocks of other ranks. None: k and v are
             the only block.
         attention: `BlockAttention`.

@@ -1,9 +1,10 @@
 """Attention under context parallel: each rank has the queries of its tokens, and sees the keys of all ranks.
 
-Two kernels do so. `GatherKernel` gathers the keys and values of all ranks before it computes. `RingKernel` passes them
-from rank to rank and merges the partial results (Liu et al., Ring Attention, arXiv:2310.01889). Both compute by masks,
-and by variable-length calls for a `varlen.VarlenKernel` that contains them. k and v always travel in one message, as
-one flat buffer with all of k before all of v, because their heads may have different sizes.
+There are two kernels. `GatherKernel` gathers the keys and values of all ranks before it computes attention.
+`RingKernel` passes them from rank to rank and merges the partial results (Liu et al., Ring Attention,
+arXiv:2310.01889). Both compute attention under masks. A `varlen.VarlenKernel` that contains one of them uses
+variable-length calls instead. k and v always travel in one message, as one flat buffer with all of k before all of v,
+because their heads may have different sizes.
 
 Example: cp=2 and a row of 8 tokens with positions 0 to 7. The row is cut into 4 chunks, of which rank r has chunks r
 and 3 - r (`parallel.context.batch`). There is one head of q and k of 2 numbers, and one of v with 1 number.
@@ -73,7 +74,15 @@ class ContextKernel(Kernel):
     def keys(
         self, positions: Tensor, documents: Tensor | None, packing: Packing | None = None
     ) -> tuple[Tensor, Tensor | None] | None:
-        """Gather positions [B or 1, S/cp] and documents [B, S/cp] to [B or 1, S] and [B, S] in natural order.
+        """Gather the positions and documents of all keys, in natural order.
+
+        Args:
+            positions: Of this rank's tokens, [B or 1, S/cp].
+            documents: Of this rank's tokens, [B, S/cp], or None.
+            packing: Not read.
+
+        Returns:
+            Positions [B or 1, S] and documents [B, S]. If there are documents, positions are [B, S], too.
 
         Collectives:
             One all-gather for both.
@@ -103,7 +112,11 @@ class GatherKernel(ContextKernel):
         return self.inner.prepare(visibility, dtype, device)
 
     def begin_gather(self, k: Tensor, v: Tensor, prepared: Any) -> Gathering:
-        """Begin to gather k and v to [B, S, kv, hd] and [B, S, kv, hd_v]."""
+        """Begin to gather k and v to [B, S, kv, hd] and [B, S, kv, hd_v].
+
+        Collectives:
+            One asynchronous all-gather. In the backward one reduce-scatter.
+        """
         return cast(Gathering, SequenceGather([k, v], self.group, dim=1).wait)
 
     def over(self, q: Tensor, k: Tensor, v: Tensor, prepared: Any, scale: float, sinks: Tensor | None = None) -> Tensor:
@@ -127,7 +140,7 @@ def over_keys(
     """Compute attention of a rank's queries over the keys of full rows, with one call for each of its two chunks.
 
     Args:
-        flash: Operations.
+        flash: Implementation of variable-length attention.
         q: [B, 2c, H, hd], c the tokens of a chunk.
         k: [B · S, kv, hd].
         v: [B · S, kv, hd_v].
@@ -149,13 +162,13 @@ def over_keys(
 class RingKernel(ContextKernel):
     """Attention in a ring of ranks: keys and values travel, and are never gathered.
 
-    By masks there is a bias of 0 or -inf for every query and key of an exchange. By variable-length calls there are at
-    most two calls for each rank's keys, or three under a window.
+    Under masks, every exchange has a bias of 0 or -inf for each pair of query and key. With variable-length calls,
+    there are at most two calls for each rank's keys, or three under a window.
 
     Args:
-        inner: Kernel of one rank, for its note.
-        mesh: Of cp.
-        blocks: How masked attention over one rank's keys is computed. None: by device.
+        inner: Kernel of one rank. Only its note is used.
+        mesh: The mesh of the cp dimension.
+        blocks: Implementation of masked attention over one rank's keys. None: `blocks_for` of the device.
 
     Collectives:
         Per layer cp - 1 exchanges of keys and values in the forward and again in the backward, with cp exchanges of
@@ -172,7 +185,14 @@ class RingKernel(ContextKernel):
     def prepare(self, visibility: Visibility, dtype: torch.dtype, device: torch.device) -> list[BlockMask | None]:
         """Return the masks of this rank's queries over the keys of each rank in the ring, its own first.
 
-        None instead of a mask means that the queries see none of the keys. The host waits for the device to find out.
+        Args:
+            visibility: The mask of this rank's queries over the keys of all ranks.
+            dtype: Dtype of a bias.
+            device: Device of a bias.
+
+        Returns:
+            cp masks. None instead of a mask means that the queries see none of these keys. To find this out, the host
+            waits for the device.
         """
         size, rank = self.group.size(), self.group.rank()
         masks = []
@@ -272,7 +292,14 @@ class Ring(NamedTuple):
                 message = incoming.wait()
 
     def pass_on(self, message: KeysAndValues) -> _Incoming:
-        """Send a message to the next rank of the ring, and receive one of the same shapes from the rank before."""
+        """Send a message to the next rank of the ring, and receive one of the same shapes from the rank before.
+
+        Returns:
+            The exchange under way. Its `wait` returns the received message.
+
+        Collectives:
+            One send and one receive, which every rank of the ring must call.
+        """
         group, size, rank = self.group, self.group.size(), self.group.rank()
         received = torch.empty_like(message.buffer)
         operations = [

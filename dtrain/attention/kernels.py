@@ -9,14 +9,15 @@ multiple of kv, and both count this rank's heads. The head size of v may differ 
         begin_gather(k, v)    the keys of other ranks, if the kernel gathers them; q is projected in the meantime
         over(q, k, v)         attention over these keys
 
-A kernel is made of two parts. One brings keys: `SdpaKernel` has full rows, `context.GatherKernel` gathers them,
-`context.RingKernel` passes them on. Without a packing each computes by masks. The other, `varlen.VarlenKernel`,
-contains one of the three and computes packed rows by variable-length calls over the keys that it brings.
+Three kernels differ in how they obtain the keys: `SdpaKernel` has full rows, `context.GatherKernel` gathers the keys of
+all ranks, and `context.RingKernel` passes them from rank to rank. Each of them computes attention under masks.
+`varlen.VarlenKernel` contains one of the three. It obtains the keys from this kernel, and computes packed rows by
+variable-length calls instead of masks.
 
-`SdpaByRow` is for the meta tensors of `dtrain plan`, with the same sizes of calls as on a CPU. On a CPU, `SdpaKernel`
-reads the mask to find the keys that some queries see, and computes these keys only. Meta tensors have no values to
-read, so `SdpaByRow` finds the keys from the first row of the micro-batch, which is on the host. The other rows must
-have the same documents.
+`SdpaByRow` is for the meta tensors of `dtrain plan`, and makes calls of the same sizes as `SdpaKernel` on a CPU. There
+`SdpaKernel` reads the mask to find the keys that a span of queries sees, and computes these keys only. Meta tensors
+have no values to read, so `SdpaByRow` finds the keys from the first row of the micro-batch, which is on the host. The
+other rows must have the same documents.
 
 `GroupedKernel` calls any of these kernels for one group of heads at a time, to reduce the memory of gathered and copied
 keys. A group is a key head with its query heads. For example, 8 query heads and 2 key heads: first query heads 0 to 3
@@ -56,16 +57,16 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 class Kernel:
-    """Kernel of attention.
+    """Interface of a kernel that computes attention of queries over keys and values.
 
     Attributes:
-        name: As the summary of a run prints it.
-        note: Why this kernel was chosen although another was wanted, or "".
-        exchange: What the name of a kernel that contains this one ends with.
-        group: Of context parallel, whose ranks have the rows in the head-tail layout. None without context parallel.
-        takes_packing: Whether it computes from a `Packing` if there is one.
-        is_context_parallel: Whether it computes over the keys of all cp ranks.
-        gathers: Whether `begin_gather` brings the keys of other ranks.
+        name: The name that the summary of a run prints.
+        note: Why this kernel was chosen although another was requested, or "".
+        exchange: Suffix of the name of a kernel that contains this one, such as " ring".
+        group: The cp group, whose ranks have the rows in the head-tail layout. None without context parallel.
+        takes_packing: Whether the kernel computes from a `Packing` if one is given.
+        is_context_parallel: Whether the kernel computes over the keys of all cp ranks.
+        gathers: Whether `begin_gather` gathers the keys of other ranks.
     """
 
     name: str
@@ -79,15 +80,16 @@ class Kernel:
     def keys(
         self, positions: Tensor, documents: Tensor | None, packing: "Packing | None" = None
     ) -> tuple[Tensor, Tensor | None] | None:
-        """Return positions [B or 1, S] and documents [B, S] of all keys, once per forward.
+        """Return the positions and documents of all keys. Called once per forward.
 
         Args:
-            positions: This rank's, [B or 1, S/cp].
-            documents: This rank's, [B, S/cp]. None: each row is one document.
-            packing: Where the documents of full rows are, if the host knows.
+            positions: Positions of this rank's tokens, [B or 1, S/cp].
+            documents: Documents of this rank's tokens, [B, S/cp]. None: each row is one document.
+            packing: The documents of the full rows, if the host knows them.
 
         Returns:
-            None if the kernel computes from the packing and needs no tensors.
+            Positions [B or 1, S] and documents [B, S]. None if the kernel computes from the packing and needs no
+            tensors.
         """
         return positions, documents
 
@@ -95,24 +97,49 @@ class Kernel:
         """Accept the rows of the next forward, on the host, [B, S] each. Only `SdpaByRow` needs them."""
 
     def prepare(self, visibility: Visibility, dtype: torch.dtype, device: torch.device) -> Any:
-        """Return the kernel's own form of a visibility, for all layers of a kind."""
+        """Convert a visibility to the form that this kernel's `over` reads, for all layers of a kind.
+
+        Args:
+            visibility: The mask of this rank's queries over all keys.
+            dtype: Dtype of the queries.
+            device: Device of the queries.
+        """
         raise NotImplementedError
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, prepared: Any, scale: float, sinks: Tensor | None = None
     ) -> Tensor:
-        """Compute attention of q over k and v, [B, Q, H, hd_v]."""
+        """Compute attention of a layer: `begin_gather`, then `over`.
+
+        Args:
+            q: [B, Q, H, hd].
+            k: This rank's keys, [B, K, kv, hd].
+            v: This rank's values, [B, K, kv, hd_v].
+            prepared: The result of `prepare`.
+            scale: Factor of the scores.
+            sinks: [H], or None.
+
+        Returns:
+            [B, Q, H, hd_v] in q's dtype.
+        """
         return self.over(q, *self.begin_gather(k, v, prepared)(), prepared, scale, sinks)
 
     def begin_gather(self, k: Tensor, v: Tensor, prepared: Any) -> Gathering:
-        """Begin to bring keys and values as `over` takes them; several layers may read them.
+        """Begin to gather the keys and values that `over` reads. Several layers may read the same ones.
 
-        A kernel that gathers nothing returns them unchanged.
+        Args:
+            k: This rank's keys, [B, K, kv, hd].
+            v: This rank's values, [B, K, kv, hd_v].
+            prepared: The result of `prepare`.
+
+        Returns:
+            A function that waits for the keys and values and returns them. A kernel that gathers nothing returns k and
+            v unchanged.
         """
         return lambda: (k, v)
 
     def over(self, q: Tensor, k: Tensor, v: Tensor, prepared: Any, scale: float, sinks: Tensor | None = None) -> Tensor:
-        """Compute attention of q over what `begin_gather` brings of k and v, [B, Q, H, hd_v]."""
+        """Compute attention of q over the keys and values that `begin_gather` has returned, [B, Q, H, hd_v]."""
         raise NotImplementedError
 
     def calls(self, packing: "Packing", window: int | None) -> "list[list[Call]]":
@@ -122,14 +149,14 @@ class Kernel:
     def over_segments(
         self, flash: "Flash", q: Tensor, k: Tensor, v: Tensor, steps: "Steps", scale: float, sinks: Tensor | None
     ) -> Tensor:
-        """Compute what `over` does by variable-length calls: those of `calls`, on the device.
+        """Compute attention as `over` does, but by variable-length calls.
 
         Args:
-            flash: Operations.
-            q: [B, S, H, hd], the tokens that the packing counts.
-            k: [B, S, kv, hd], as `begin_gather` brings them.
+            flash: Implementation of variable-length attention.
+            q: [B, S, H, hd], without the padding of sequence parallel, which the packing does not count.
+            k: [B, S, kv, hd], as `begin_gather` returns them.
             v: [B, S, kv, hd_v].
-            steps: The calls, for each exchange of keys.
+            steps: The calls of `calls` on the device, for each exchange of keys.
             scale: Factor of the scores.
             sinks: [H], or None.
 
@@ -181,11 +208,11 @@ class SdpaKernel(Kernel):
     - Key heads are repeated for their query heads, unless torch uses its flash kernel. The memory-efficient kernel does
       not support groups of heads, and torch would use its composition, which stores all scores.
 
-    On a CPU there is one call per span of queries, over only the keys that these see. torch's CPU kernel would compute
-    up to 512 keys at a time and mask half of them afterwards: a third of the time at 512 tokens, and most of it in rows
-    that are packed with short documents.
+    On a CPU there is one call per span of queries, over only the keys that these queries see. With one call for all
+    queries, torch's CPU kernel would also compute masked scores, in blocks of up to 512 keys. That would waste a third
+    of the time at 512 tokens, and most of the time in rows that are packed with short documents.
 
-    Sinks need the log-sum-exp, which torch's function does not return, so `MaskedBlocks` computes them.
+    Sinks need the log-sum-exp, which torch's function does not return, so heads with sinks use `MaskedBlocks`.
     """
 
     name = "sdpa"
@@ -203,7 +230,8 @@ class SdpaKernel(Kernel):
                 return [Span(*everything, None, True, groups=dtype in HALF and _has_flash(device))]
             if len(runs := visibility.runs()) > 1:
                 reach = (visibility.reach(run) for run in runs)
-                # The kernel reads the mask in pieces of 16 bytes, at addresses that 16 divides.
+                # The memory-efficient kernel reads the mask in pieces of 16 bytes, at addresses that are multiples of
+                # 16. So each slice of keys starts at a multiple of 16.
                 whole = (slice(keys.start // 16 * 16, keys.stop) for keys in reach)
                 return [Span(run, keys, None, False, visibility, False) for run, keys in zip(runs, whole, strict=True)]
             return [Span(*everything, visibility.bias(everything[0], dtype, device), False, groups=False)]
@@ -223,12 +251,12 @@ class SdpaKernel(Kernel):
         return Span(run, keys, additive(visible[:, :, keys], dtype)[:, None], False)
 
     def seen_keys(self, visible: Tensor, visibility: Visibility, run: slice) -> slice:
-        """Return the smallest slice that contains the visible keys. The host reads the mask, so this is for CPUs.
+        """Return the smallest slice that contains the visible keys. Used on CPUs only, because the host reads the mask.
 
         Args:
-            visible: [B, q, K] bool.
+            visible: The mask of the slice of queries, [B, q, K] bool.
             visibility: The mask of all queries.
-            run: The queries.
+            run: The slice of queries.
         """
         if not has_values(visible):
             return slice(0, visibility.keys)
@@ -358,10 +386,13 @@ class SdpaByRow(SdpaKernel):
 
 
 class GroupedKernel(Kernel):
-    """Calls another kernel for one key head at a time. n key heads need n times as many messages, of 1/n size.
+    """Kernel that calls another kernel for one key head at a time, to save memory.
+
+    With n key heads, a gathering kernel sends n messages of 1/n of the size instead of one. Its backward gathers the
+    keys again.
 
     Args:
-        inner: The kernel.
+        inner: The kernel to call.
     """
 
     def __init__(self, inner: Kernel):
@@ -401,7 +432,7 @@ def _by_group(attend: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
     """Call `attend` for each key head with its query heads, and concatenate the outputs to [B, Q, H, hd_v].
 
     Args:
-        attend: Computes attention of some heads.
+        attend: Function of the q, k, v and sinks of one group of heads.
         q: [B, Q, H, hd].
         k: [B, K, kv, hd].
         v: [B, K, kv, hd_v].

@@ -60,7 +60,14 @@ class Call:
     key_lengths: list[int] = field(default_factory=list)
 
     def add(self, queries: slice, keys: slice, query_lengths: Iterable[int], key_lengths: Iterable[int]) -> None:
-        """Append the segments of a row."""
+        """Append the segments of a row.
+
+        Args:
+            queries: The row's queries, as a slice of the rank's flat tokens.
+            keys: The row's keys, as a slice of flat tokens.
+            query_lengths: Number of queries of each segment.
+            key_lengths: Number of keys of each segment.
+        """
         _append(self.queries, queries)
         _append(self.keys, keys)
         self.query_lengths += query_lengths
@@ -89,14 +96,19 @@ class Packing:
 
     @classmethod
     def of(cls, positions: Tensor, documents: Tensor | None = None) -> "Packing | None":
-        """Return the packing of rows, given their positions and documents on the host.
+        """Find the documents of rows from positions and documents on the host.
 
         Args:
             positions: [B, S].
             documents: Number of the document of each token, [B, S]. None: each row is one document.
 
         Returns:
-            None if the rows are not packed: a document is in two pieces, or its positions do not count on by 1.
+            The packing. None if a document is in two pieces, or if its positions do not increase by 1.
+
+        Example:
+            >>> positions, documents = torch.tensor([[0, 1, 2, 0, 1]]), torch.tensor([[0, 0, 0, 1, 1]])
+            >>> Packing.of(positions, documents)
+            Packing(begins=((0, 3),), length=5)
         """
         begins = torch.zeros(positions.shape, dtype=torch.bool)
         begins[:, :1] = True
@@ -115,7 +127,16 @@ class Packing:
         return cls(tuple(map(tuple, starts)), positions.shape[1])
 
     def of_rows(self, window: int | None) -> list[Call]:
-        """Return the call for a rank that has full rows: every query over its document."""
+        """Return the only call of a rank that has full rows: every query over its document.
+
+        Args:
+            window: Number of keys that a query sees, its own included. None: no window.
+
+        Example:
+            >>> (call,) = Packing(begins=((0, 3),), length=5).of_rows(window=None)
+            >>> call.query_lengths, call.key_lengths, call.window
+            ([3, 2], [3, 2], (-1, 0))
+        """
         call = Call(_causal(window))
         for row, begins in enumerate(self.begins):
             lengths = [end - begin for begin, end in pairwise((*begins, self.length))]

@@ -62,16 +62,28 @@ class Segmented(NamedTuple):
 
 
 class Flash:
-    """torch's variable-length flash attention. It supports one head size only, so smaller heads are padded with zeros.
+    """Variable-length flash attention of torch, which requires one head size: smaller heads are padded with zeros.
 
-    q is [T, H, hd], k [K, kv, hd] and v [K, kv, hd_v], with H a multiple of kv: the tokens of the segments' slices, one
-    after another. The output is [T, H, hd_v], the log-sum-exp [H, T], float32.
+    q is [T, H, hd], k [K, kv, hd] and v [K, kv, hd_v], with H a multiple of kv. Their tokens are those of the segments'
+    slices, concatenated. The output is [T, H, hd_v], the log-sum-exp [H, T], float32.
     """
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, sinks: Tensor | None = None
     ) -> Tensor:
-        """Compute attention. Differentiable. sinks: [H], as `blocks` describes them."""
+        """Compute attention. Differentiable.
+
+        Args:
+            q: [T, H, hd].
+            k: [K, kv, hd].
+            v: [K, kv, hd_v].
+            segments: The segments of q and k.
+            scale: Factor of the scores.
+            sinks: [H], or None. The module `blocks` explains sinks.
+
+        Returns:
+            [T, H, hd_v].
+        """
         if sinks is None:
             value_size = v.shape[-1]
             q, k, v = pad_heads_to_one_size(q, k, v)
@@ -81,7 +93,11 @@ class Flash:
         return BlockByBlock.apply(q, k, v, [[of_all]], None, VarlenBlocks(self, scale), sinks)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> Partial:
-        """Compute attention with its log-sum-exp. Not differentiable."""
+        """Compute attention with its log-sum-exp. Not differentiable. The arguments are those of `__call__`.
+
+        Returns:
+            out [T, H, hd_v] and lse [H, T].
+        """
         value_size = v.shape[-1]
         q, k, v = pad_heads_to_one_size(q, k, v)
         out, lse = self.attend_with_lse(q, k, v, segments, scale)
@@ -97,9 +113,12 @@ class Flash:
             q: [T, H, hd].
             k: [K, kv, hd].
             v: [K, kv, hd_v].
-            merged: Attention of these queries over all keys, those of the segments and others.
-            segments: Of q and k.
+            merged: Attention of these queries over all their keys, also those outside of the segments.
+            segments: The segments of q and k.
             scale: Factor of the scores.
+
+        Returns:
+            The gradients in the shapes of q, k and v.
         """
         head_size, value_size = q.shape[-1], v.shape[-1]
         grad, q, k, v, out = pad_heads_to_one_size(grad, q, k, v, merged.out)
@@ -107,20 +126,21 @@ class Flash:
         return q_grad[..., :head_size], k_grad[..., :head_size], v_grad[..., :value_size]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> Tensor:
-        """Call torch's operation; heads of one size. Differentiable."""
+        """Call torch's operation. Differentiable. All heads have one size."""
         return self._attend(q, k, v, segments, scale, None)
 
     def attend_with_lse(
         self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """Call torch's operation for the output and the log-sum-exp; heads of one size."""
+        """Call torch's operation for the output and the log-sum-exp. All heads have one size."""
         return self._attend(q, k, v, segments, scale, AuxRequest(lse=True))
 
     def differentiate(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, merged: Partial, segments: Segments, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Call torch's backward; heads of one size."""
-        return torch.ops.torch_attn._varlen_attn_backward(  # torch's own, of which it exports no function
+        """Call torch's backward. All heads have one size."""
+        # torch exports no function for this operation, so the registered operation is called directly.
+        return torch.ops.torch_attn._varlen_attn_backward(
             grad_out=grad,
             query=q,
             key=k,
@@ -148,7 +168,9 @@ class Flash:
 
 @dataclass(frozen=True)
 class VarlenBlocks:
-    """`BlockAttention` by variable-length calls. A step is a list of calls, and the very first call has all queries.
+    """`BlockAttention` by variable-length calls.
+
+    A step is a list of calls. The first call of the first step has all queries.
 
     q is [T, H, hd], k [K, kv, hd], v [K, kv, hd_v], the output [T, H, hd_v] and its log-sum-exp [H, T].
     """
@@ -166,7 +188,7 @@ class VarlenBlocks:
                 wide = torch.promote_types(q.dtype, torch.float32)
                 so_far = Partial(part.out.to(wide, copy=True), part.lse.clone())
                 continue
-            # The other calls have some of the queries. Merge their results into the rows of these.
+            # The other calls have some of the queries only. Merge their results into the rows of these queries.
             sizes = [rows.stop - rows.start for rows in call.queries]
             outs, lses = part.out.split(sizes), part.lse.split(sizes, 1)
             for rows, part_out, part_lse in zip(call.queries, outs, lses, strict=True):
@@ -195,9 +217,13 @@ class VarlenBlocks:
 
 
 def calls_to_device(calls: Iterable[Call], device: torch.device) -> list[Segments]:
-    """Copy the lengths of calls to `device` as cu_seqlens, all in one copy, for which the host does not wait.
+    """Copy the lengths of calls to `device` as cu_seqlens, in one copy for which the host does not wait.
 
-    For example, segments of 3 and 2 queries over 5 and 2 keys have query_ends [0, 3, 5] and key_ends [0, 5, 7].
+    Example:
+        >>> call = Call(window=(-1, 0), query_lengths=[3, 2], key_lengths=[5, 2])
+        >>> (segments,) = calls_to_device([call], torch.device("cpu"))
+        >>> segments.query_ends.tolist(), segments.key_ends.tolist()
+        ([0, 3, 5], [0, 5, 7])
     """
     calls = list(calls)
     ends: list[list[int]] = []  # the queries of the first call, its keys, the queries of the second call, ...
@@ -209,7 +235,7 @@ def calls_to_device(calls: Iterable[Call], device: torch.device) -> list[Segment
     placed = host.to(device, non_blocking=True).split([len(one) for one in ends])
     segments = []
     for call, query_ends, key_ends in zip(calls, placed[0::2], placed[1::2], strict=True):
-        # At least 2: if the longest segment has one query, the kernel takes another path, which has errors.
+        # At least 2, because the kernel uses another code path, which has errors, for a longest segment of one query.
         longest_query = max(2, *call.query_lengths)
         longest_key = max(2, *call.key_lengths)
         if call.window[1] < 0:
@@ -231,13 +257,24 @@ def calls_to_device(calls: Iterable[Call], device: torch.device) -> list[Segment
 
 
 def pick(tensor: Tensor, slices: Sequence[slice], dim: int = 0) -> Tensor:
-    """Concatenate slices of a tensor along a dimension. One slice is returned as a view."""
+    """Concatenate slices of a tensor along a dimension. A single slice is returned as a view.
+
+    Example:
+        >>> pick(torch.arange(6), [slice(0, 2), slice(4, 6)])
+        tensor([0, 1, 4, 5])
+    """
     parts = [tensor.narrow(dim, piece.start, piece.stop - piece.start) for piece in slices]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def add_to_slices(target: Tensor, slices: Sequence[slice], values: Tensor) -> None:
-    """Add values [n, ..], which belong to the slices of `target` one after another, in place: the reverse of `pick`."""
+    """Add values to slices of a tensor in place: the reverse of `pick`.
+
+    Args:
+        target: [N, ..].
+        slices: Slices of the first dimension, n rows in total.
+        values: [n, ..], for the slices one after another.
+    """
     sizes = [piece.stop - piece.start for piece in slices]
     for piece, value in zip(slices, values.split(sizes), strict=True):
         target[piece] += value

@@ -35,28 +35,30 @@ VERSIONS = {9: ("FA3", "flash_attn_interface"), 10: ("FA4", "flash_attn")}
 
 _CHECK_LENGTHS = ((1, 61, 66, 128), (62, 138, 56))  # documents of two rows of 256, the last of them padding
 _CHECK_WINDOW = 100  # a window that hides something of these
-# What is raised for what a torch, a kernel's package or a device does not have.
+# Errors that are raised if torch, a kernel's package or the device does not support an operation.
 UNSUPPORTED = RuntimeError, ValueError, TypeError, AttributeError, AssertionError
-_ERROR_FACTOR = 4.0  # how much farther than SDPA from the result in float32 it may be: sums in another order
+# Largest ratio of the kernel's error to SDPA's error, both relative to float32. It is above 1, because the kernel adds
+# in another order.
+_ERROR_FACTOR = 4.0
 
 _refused_versions: set[str] = set()
-"""Versions that failed the check of a model of this process. The active version is used by all models."""
+"""Versions that failed the check of a model of this process. They stay off, because all models share one version."""
 
 
 class VarlenKernel(Kernel):
     """Variable-length attention for rows with a `Packing`: several documents, sharded rows, or a window.
 
-    It contains another kernel, which exchanges the keys. That kernel also computes, by masks, the rows without a
-    packing: plain causal rows on one rank, bidirectional images, positions that do not count on by 1 in a document, and
+    It contains another kernel, which exchanges the keys. That kernel also computes, under masks, the rows without a
+    packing: plain causal rows on one rank, bidirectional images, documents whose positions do not increase by 1, and
     documents in several pieces.
 
     If the caller does not pass the packing, documents and positions are copied from the device to the host, once per
     forward and kind of layer.
 
     Args:
-        flash: Operations. None: torch's own.
+        flash: Implementation of variable-length attention. None: torch's own.
         masked: `SdpaKernel` for full rows, `GatherKernel` or `RingKernel` under context parallel. None: full rows.
-        note: Why this kernel was chosen although another was wanted.
+        note: Why this kernel was chosen although another was requested.
     """
 
     takes_packing = True
@@ -80,9 +82,8 @@ class VarlenKernel(Kernel):
             return self.masked.prepare(visibility, dtype, device)
         ranks = 1 if self.group is None else self.group.size()
         calls_of_steps = self.masked.calls(packing, visibility.window)
-        segments = calls_to_device(
-            (call for calls in calls_of_steps for call in calls), device
-        )  # of all steps, in one copy
+        # Copy the calls of all steps to the device in one copy, and divide them into steps afterwards.
+        segments = calls_to_device((call for calls in calls_of_steps for call in calls), device)
         steps: Steps = []
         start = 0
         for calls in calls_of_steps:
@@ -105,7 +106,17 @@ class VarlenKernel(Kernel):
 
 
 def find_packing(visibility: Visibility) -> Packing | None:
-    """Return the packing of full rows: the given one, that of plain rows, or one read from the device, or None."""
+    """Return the packing of full rows.
+
+    If it is not given, plain rows have one document each. Otherwise the positions and documents of the keys are copied
+    from the device, and the host waits for them.
+
+    Args:
+        visibility: The mask of a kind of layer.
+
+    Returns:
+        The packing. None if the rows are not packed (`Packing.of`).
+    """
     if visibility.packing is not None:
         return visibility.packing
     if visibility.is_plain:
@@ -119,19 +130,19 @@ def find_packing(visibility: Visibility) -> Packing | None:
 
 
 def choose_version(device: torch.device, prove: Callable[[bool], str | None], ranks: Ranks) -> tuple[str | None, str]:
-    """Activate the later version if every rank has it and it passes the check. Otherwise use torch's own version.
+    """Activate FlashAttention-3 or 4 if every rank has it and it passes the check. Otherwise use torch's own version.
 
     Args:
         device: The device.
-        prove: Checks the active version. Its argument is whether that is a later version. Returns the problem, the same
-            on every rank, or None if the results are correct.
+        prove: Function that checks the active version. Its argument is True for version 3 or 4. It returns the problem,
+            the same on every rank, or None if the results are correct.
         ranks: All ranks.
 
     Returns:
-        The problem of the version that is used now, or None, and a note for the user.
+        The problem of the active version, or None, and a note for the user.
 
     Collectives:
-        One exchange of the versions, and those of the argument `prove`.
+        One gather of the versions' names, and the collectives of `prove`.
     """
     name, note = _activate_later_version(device)
     names = ranks.gather_results(lambda: name)
@@ -148,10 +159,10 @@ def choose_version(device: torch.device, prove: Callable[[bool], str | None], ra
 
 
 def _activate_later_version(device: torch.device) -> tuple[str | None, str]:
-    """Activate the later version for a device.
+    """Activate FlashAttention-3 or 4, if it is installed for a device.
 
     Returns:
-        Its name, or None, and if it is installed but cannot be used, the reason.
+        Its name, or None if it is not active. And the reason why an installed version cannot be used, or "".
     """
     if device.type != "cuda" or not torch.cuda.is_available():
         return None, ""
@@ -162,13 +173,8 @@ def _activate_later_version(device: torch.device) -> tuple[str | None, str]:
         return None, f"FA2: another model of this run has refused {name}"
     try:
         attention.activate_flash_attention_impl(name)
-    except (
-        ImportError,
-        OSError,
-        RuntimeError,
-        AttributeError,
-        ValueError,
-    ) as error:  # versions of torch and the package that do not fit
+    # Raised if the versions of torch and of the package do not fit each other.
+    except (ImportError, OSError, RuntimeError, AttributeError, ValueError) as error:
         return None, f"FA2: {name} does not load: {(str(error).splitlines() or [type(error).__name__])[0]}"
     return name, ""
 
@@ -181,7 +187,18 @@ def _refuse_version(name: str | None) -> None:
 
 
 class CheckCase(NamedTuple):
-    """Fixed numbers: q [B, S, H, hd], k [B, S, kv, hd], v [B, S, kv, hd_v], grad [B, S, H, hd_v], sinks [H]."""
+    """Inputs of the check of a kernel. They are the same in every process.
+
+    Attributes:
+        q: [B, S, H, hd].
+        k: [B, S, kv, hd].
+        v: [B, S, kv, hd_v].
+        grad: Gradient of the output, [B, S, H, hd_v].
+        seen: The mask.
+        packing: The documents of the rows.
+        scale: Factor of the scores.
+        sinks: [H], or None.
+    """
 
     q: Tensor
     k: Tensor
@@ -194,7 +211,7 @@ class CheckCase(NamedTuple):
 
     @property
     def parts(self) -> list[Tensor]:
-        """Return q, k, v, and the sinks where there are some."""
+        """The tensors that receive gradients: q, k, v, and the sinks if there are some."""
         return [*self[:3], *([] if self.sinks is None else [self.sinks])]
 
 
@@ -214,24 +231,28 @@ def check_varlen(
 ) -> str | None:
     """Compare variable-length attention on a device with `SdpaKernel`, forward and backward, for small cases.
 
-    Uses no random number of the run.
+    The check has its own random generator, so it does not change the random numbers of the run.
 
     Args:
-        flash: The operation.
+        flash: Implementation of variable-length attention.
         heads: Query heads of this rank.
         key_heads: Key heads of this rank.
         head_dim: Size of a head of queries and keys.
         value_dim: Size of a head of values.
-        window: Keys that a query sees. None: all before it.
+        window: Number of keys that a query sees, its own included. None: no window.
         dtype: Dtype of the inputs, float16 or bfloat16.
         device: The device.
         exchange: "allgather" or "ring" to also check context parallel. None checks full rows only.
         sinks: Whether the heads have sinks.
-        is_later: Whether `choose_version` has activated a later version, which SDPA uses too for plain causal rows.
-            These are checked then.
+        is_later: Whether `choose_version` has activated FlashAttention-3 or 4. SDPA then uses it for plain causal rows,
+            too, so these are also checked.
 
     Returns:
         The problem, or None if the results are as close to those in float32 as SDPA's.
+
+    Raises:
+        torch.OutOfMemoryError: If the device has too little memory for the check.
+        torch.AcceleratorError: If a kernel has failed on the device, which cannot be used any more.
     """
     try:
         narrowed = None if window is None else min(window, _CHECK_WINDOW)
@@ -306,7 +327,7 @@ def _check_case(
 
 
 def _attend_rows(kernel: Kernel, case: CheckCase) -> list[Tensor]:
-    """The output and the gradients of q, k, v and sinks."""
+    """Return the output and the gradients of q, k, v and sinks."""
     prepared = kernel.prepare(case.seen, case.q.dtype, case.q.device)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
@@ -316,7 +337,7 @@ def _attend_rows(kernel: Kernel, case: CheckCase) -> list[Tensor]:
 
 
 def attend_gathered(flash: Flash, case: CheckCase, size: int = 2) -> list[Tensor]:
-    """Attend as `_attend_rows` does, the queries of each of `size` ranks over gathered keys."""
+    """Compute the same as `_attend_rows`, rank by rank over gathered keys, for `size` ranks. No collectives."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
         outputs = []
@@ -331,7 +352,7 @@ def attend_gathered(flash: Flash, case: CheckCase, size: int = 2) -> list[Tensor
 
 @torch.no_grad()
 def attend_in_ring(flash: Flash, case: CheckCase, size: int = 2) -> list[Tensor]:
-    """Attend as `_attend_rows` does, the queries of each of `size` ranks over one rank's keys after the other."""
+    """Compute the same as `_attend_rows`, rank by rank in a ring of `size` ranks. No collectives."""
     attention, rows = VarlenBlocks(flash, case.scale), len(case.q)
     q, k, v, grad = ([shard_sequence(part, rank, size).flatten(0, 1) for rank in range(size)] for part in case[:4])
     wide = torch.promote_types(case.q.dtype, torch.float32)
@@ -358,18 +379,36 @@ def attend_in_ring(flash: Flash, case: CheckCase, size: int = 2) -> list[Tensor]
 
 
 def documents_of(lengths: Sequence[Sequence[int]]) -> Tensor:
-    """Return the documents [B, S] of rows, from the lengths in each; the last one of the last row is padding."""
+    """Return the documents [B, S] of rows, given the lengths of each row's documents.
+
+    The last document of the last row is padding (-1).
+
+    Example:
+        >>> documents_of([[2, 1], [1, 2]])
+        tensor([[ 0,  0,  1],
+                [ 0, -1, -1]])
+    """
     documents = torch.tensor([[n for n, size in enumerate(row) for _ in range(size)] for row in lengths])
     documents[-1, -lengths[-1][-1] :] = -1
     return documents
 
 
 def with_gradients(function: Callable[..., Tensor], parts: Iterable[Tensor], grad: Tensor) -> list[Tensor]:
-    """Return the output [..] of `function` and its gradients by all parts, those of the output being `grad` [..]."""
+    """Compute a function and its gradients.
+
+    Args:
+        function: Function of `parts`.
+        parts: The inputs.
+        grad: Gradient of the output, [..].
+
+    Returns:
+        The output [..], and the gradients in the shapes of `parts`.
+    """
     leaves = [part.clone().requires_grad_() for part in parts]
     out = function(*leaves)
     return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
 
 def does_not_run(name: str, error: Exception) -> str:
+    """Return the message for an implementation that raises an error, with the first line of the error."""
     return f"{name} does not run here: {(str(error).splitlines() or [type(error).__name__])[0]}"

@@ -73,7 +73,21 @@ class Visibility:
         return self.is_plain and (self.window is None or self.window >= self.keys)
 
     def visible(self, queries: slice, device: torch.device) -> Tensor:
-        """Return the mask of visible keys for a slice of the queries, [B or 1, q, K] bool."""
+        """Return the mask of visible keys for a slice of the queries.
+
+        Args:
+            queries: The slice of queries.
+            device: Device of the result.
+
+        Returns:
+            [B or 1, q, K] bool.
+
+        Example:
+            >>> Visibility(queries=3, keys=3, window=2).visible(slice(0, 3), torch.device("cpu")).int()
+            tensor([[[1, 0, 0],
+                     [1, 1, 0],
+                     [0, 1, 1]]], dtype=torch.int32)
+        """
         if self.query_positions is None or self.key_positions is None:
             q_pos, k_pos = (torch.arange(n, device=device, dtype=torch.int32)[None] for n in (self.queries, self.keys))
         else:
@@ -108,8 +122,12 @@ class Visibility:
         """Divide the queries into consecutive slices that take at most `most` bytes each.
 
         Args:
-            row_bytes: Bytes that query i of all rows takes. None: those of its int32 distances to all keys.
-            most: Largest number of bytes of a slice.
+            row_bytes: Bytes that one query takes, over all B rows. None: the bytes of its int32 distances to all keys.
+            most: Largest number of bytes of a slice. A slice has at least one query.
+
+        Example:
+            >>> Visibility(queries=5, keys=5).runs(row_bytes=10, most=20)
+            [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)]
         """
         rows = 1 if self.is_plain else self.rows
         size = max(1, most // (row_bytes or 4 * rows * self.keys))
@@ -117,9 +135,9 @@ class Visibility:
 
 
 def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert a bool mask [...] to an additive one, [...]: 0 for True, -inf for False.
+    """Convert a bool mask [...] to an additive mask, [...]: 0 for True, -inf for False.
 
-    torch would convert a bool mask in every layer. This is done once per forward.
+    torch would convert a bool mask in every layer. This function is called once per forward.
     """
     return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, float("-inf"))
 

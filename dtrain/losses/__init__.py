@@ -1,10 +1,10 @@
-"""Losses: from hidden states or logits, over a vocabulary that may be cut over ranks. README.md has every formula.
+"""Losses from hidden states or logits, over a vocabulary that may be sharded over ranks. README.md has all formulas.
 
-head          from hidden states and the head's weight, tile by tile: what training uses
-logits        from logits in each layout: plain, vocabulary-parallel, DTensor
-token_options   losses of supervised fine-tuning: the table of names and options
-policy        of policy gradients: formulas, options, advantages
-preference    of pairs and of replies marked good or bad
+head           losses from hidden states and the head's weight, one tile of logits at a time; used by training
+logits         losses from logits in each layout: plain, vocabulary-parallel, DTensor
+token_options  losses of supervised fine-tuning: the table of names and options
+policy         policy-gradient losses: formulas, options, advantages
+preference     preference losses: of pairs (DPO), and of single replies that are marked good or bad (KTO)
 """
 
 from dtrain.losses.head.filtered import apply_top_k_top_p, filtered_logprobs_from_hidden_states

@@ -109,6 +109,11 @@ def apply_top_k_top_p(
     Returns:
         The logits [..., V], and the mask of the tokens that are kept, bool [..., V]. If both filters are off, the
         unchanged logits and None.
+
+    Example:
+        >>> logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
+        >>> apply_top_k_top_p(logits, top_k=3, top_p=0.5)[1]
+        tensor([[ True,  True, False, False]])
     """
     if not need_top_k_or_top_p_filtering(TrainingSamplingParams(top_k, top_p)):
         return logits, None

@@ -138,18 +138,35 @@ def jsd_sum_from_hidden_states(
     shard: VocabShard | None = None,
     rows_per_tile: int | None = None,
 ) -> KlSums:
-    """Sum the generalized Jensen-Shannon divergence: `kl_sum_from_hidden_states` with jsd_beta=beta."""
+    """Sum the generalized Jensen-Shannon divergence between teacher and student over tokens.
+
+    This is `kl_sum_from_hidden_states` with jsd_beta=beta, which describes gradients, errors and collectives.
+
+    Args:
+        student: Hidden states and head of the student.
+        teacher: Hidden states and head of the teacher.
+        index: Flat positions of the tokens, [T], each at most once.
+        beta: The teacher's share of the mixture, in (0, 1).
+        temperature: Divides the logits of both models.
+        shard: This rank's part of the vocabulary. None if the vocabulary is not sharded.
+        rows_per_tile: Tokens per tile of logits. None: `sources.tile_rows_of`.
+
+    Returns:
+        The sums, on every rank.
+    """
     return kl_sum_from_hidden_states(
         student, teacher, index, jsd_beta=beta, temperature=temperature, shard=shard, rows_per_tile=rows_per_tile
     )
 
 
 def check_share(share: float, name: str = "forward_share") -> None:
+    """Raise ValueError if the share of the forward KL is not in [0, 1]."""
     if not 0 <= share <= 1:
         raise ValueError(f"{name}={share}: the forward KL's share must be between 0 and 1")
 
 
 def check_beta(beta: float) -> None:
+    """Raise ValueError if the teacher's share of the mixture is not in (0, 1)."""
     if not 0 < beta < 1:
         raise ValueError(f"beta={beta}: the teacher's share of the mixture must be between 0 and 1")
 
@@ -300,6 +317,17 @@ def forward_kl(student_logprobs: Tensor, teacher_logprobs: Tensor) -> Tensor:
 
     A term with p_teacher = 0 is 0.
 
+    Args:
+        student_logprobs: log p_student, [..., K].
+        teacher_logprobs: log p_teacher, [..., K].
+
+    Example:
+        The distributions of the module's docstring:
+
+        >>> p, q = torch.tensor([0.5, 0.25, 0.25]), torch.tensor([0.25, 0.5, 0.25])
+        >>> forward_kl(q.log(), p.log())
+        tensor(0.1733)
+
     Reference:
         Hinton et al., arXiv:1503.02531.
     """
@@ -341,6 +369,13 @@ def mixed_kl(
 ) -> Tensor:
     """Return weight · forward_kl + (1 - weight) · reverse_kl, [..., K] to [...].
 
+    Args:
+        student_logprobs: log p_student, [..., K].
+        teacher_logprobs: log p_teacher, [..., K].
+        weight: The share of the forward KL, in [0, 1].
+        student_neg_entropy: See `reverse_kl`.
+        log_outside: See `reverse_kl`.
+
     Raises:
         ValueError: If `weight` is not in [0, 1].
     """
@@ -352,8 +387,14 @@ def mixed_kl(
 def generalized_jsd(student_logprobs: Tensor, teacher_logprobs: Tensor, beta: float = 0.5) -> Tensor:
     """Return beta · KL(teacher || m) + (1 - beta) · KL(student || m), m = beta · teacher + (1 - beta) · student.
 
-    The sum is over the last dimension, [..., K] to [...], and over the tokens outside of the K, where the teacher is
-    taken to be 0. There m is (1 - beta) · student, so log student - log m is -log(1 - beta) for each of them.
+    The sum is over the K tokens of the last dimension, [..., K] to [...], and over all other tokens of the vocabulary,
+    for which the teacher's probability counts as 0. Their m is (1 - beta) · student, so each of them has
+    log student - log m = -log(1 - beta), and their sum needs only the student's probability outside of the K tokens.
+
+    Args:
+        student_logprobs: log p_student, [..., K].
+        teacher_logprobs: log p_teacher, [..., K].
+        beta: The teacher's share of the mixture, in (0, 1).
 
     Raises:
         ValueError: If `beta` is not in (0, 1).

@@ -36,7 +36,14 @@ class TrainingSamplingParams:
 
 
 def need_top_k_or_top_p_filtering(sampling_params: TrainingSamplingParams | None) -> bool:
-    """Return whether `sampling_params` exclude tokens from sampling."""
+    """Check whether top-k or top-p excludes tokens from sampling. None means that nothing is excluded.
+
+    Example:
+        >>> need_top_k_or_top_p_filtering(TrainingSamplingParams(top_k=-1, temperature=0.7))
+        False
+        >>> need_top_k_or_top_p_filtering(TrainingSamplingParams(top_p=0.9))
+        True
+    """
     if sampling_params is None:
         return False
     top_k, top_p = sampling_params.top_k, sampling_params.top_p
@@ -98,6 +105,13 @@ def logprobs_from_hidden_states(
 
     Collectives:
         One all-gather of 3 to 5 numbers per token in the forward, none in the backward.
+
+    Example:
+        Equal logits of 4 ids give every target the probability 1/4. Targets of -100 give 0.
+
+        >>> hidden, weight = torch.ones(2, 3), torch.ones(4, 3)
+        >>> logprobs_from_hidden_states(hidden, weight, torch.tensor([1, -100])).logprobs
+        tensor([-1.3863,  0.0000])
     """
     flat = hidden.reshape(-1, hidden.shape[-1])
     flat_targets = targets.flatten()

@@ -129,6 +129,9 @@ def tile_statistics(
         wanted: Which optional statistics to compute.
         overwrite: Store exp(z - m) in the memory of `logits`, for `gradient_of_exps`. Not together with
             `wanted.neg_entropy`, whose sum needs z - m and exp(z - m) at the same time.
+
+    Returns:
+        The statistics over this rank's ids.
     """
     at_ids = pick(logits, columns, is_mine, logits.dtype)
     logit_sum = logits.sum(-1) if wanted.logit_sum else None
@@ -180,7 +183,7 @@ def gradient_of_logits(
         logits: [t, v].
         lse: m and l of the full vocabulary, [t, 2]. (One tensor with the rows first, because the compiled function
             accepts any size in every dimension but the last.)
-        coefficients: Of each row.
+        coefficients: The coefficients of the formula, for each row.
         columns: Columns of the ids, [t, k].
         scaling: Softcap and temperature that made the logits.
         dtype: The dtype of the result.
@@ -209,7 +212,7 @@ def gradient_of_exps(
     Args:
         exps: exp(z - m'), [t, v], where m' is the largest logit of the row on this rank. Overwritten.
         log_scale: m' - m - l, [t, 1], with m and l of the full vocabulary, so that log p = (z - m') + log_scale.
-        coefficients: Of each row.
+        coefficients: The coefficients of the formula, for each row.
         columns: Columns of the ids, [t, k].
         slope: d logits / d product, as `Scaling.slope` returns it.
         dtype: The dtype of the result.

@@ -125,8 +125,12 @@ def topk_kl_sum_from_hidden_states(
         shard: This rank's part of the vocabulary. None if the vocabulary is not sharded.
         rows_per_tile: Tokens per tile of logits. None: `sources.tile_rows_of`.
 
+    Returns:
+        The sums over all tokens, on every rank. The gradient of the student's weight is complete. The gradient of its
+        hidden states is this rank's part and must be summed over the group.
+
     Raises:
-        ValueError: If `forward_share` is out of range.
+        ValueError: If `forward_share` or `jsd_beta` is out of range.
 
     Collectives:
         Per tile, one all-gather of K + 2 numbers per token, K + 3 with the reverse KL. Also that of `tile_rows_of` if
@@ -274,10 +278,23 @@ def topk_over_shards(
 
 
 def local_topk(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the k largest of logits [..., v], descending, and their columns, both [..., k].
+    """Return the k largest logits and their columns, with a defined order of equal logits.
 
-    Equal logits are ordered by column. `torch.topk` does not define their order, nor which of those that equal the k-th
-    it returns. For example, the 2 largest of [5, 7, 5] are in columns 1 and 0, and `torch.topk` may return 1 and 2.
+    Equal logits are ordered by column. `torch.topk` defines neither the order of equal logits, nor which ones it
+    returns if several equal the k-th largest.
+
+    Args:
+        logits: [..., v].
+        k: At most v.
+
+    Returns:
+        Logits in descending order, and their columns, both [..., k].
+
+    Example:
+        `torch.topk` may return the columns 1 and 2 here.
+
+        >>> local_topk(torch.tensor([[5.0, 7.0, 5.0]]), 2)
+        (tensor([[7., 5.]]), tensor([[1, 0]]))
     """
     if logits.is_cuda or k == logits.shape[-1]:
         values, columns = logits.sort(dim=-1, descending=True, stable=True)

@@ -3,7 +3,8 @@
 A group of None, or of one rank, means that the vocabulary is not sharded. There are no collectives then.
 
 A softmax over parts needs two numbers per row of each part: the maximum m of its logits z, and l = log Σ exp(z - m).
-They are kept apart, because m + l would lose digits of l where m is large. With the parts of two ranks, for example,
+m and l are separate numbers, because m + l would lose digits of l where m is large. With the parts of two ranks, for
+example,
 
     rank 0: z = [1, 3]   m = 3, l = log(exp(-2) + 1) = 0.127
     rank 1: z = [2]      m = 2, l = 0
@@ -33,7 +34,7 @@ _BLOCK = {"cpu": (512, 1024), "cuda": (4096, 32768)}
 
 
 def block(device_type: str) -> tuple[int, int]:
-    """Return the number of tokens and of ids in the largest tile, for tiles that divide both tokens and ids."""
+    """Return the number of tokens and of ids in the largest tile, if tiles have only some of the tokens and ids."""
     return _BLOCK.get(device_type, _BLOCK["cuda"])
 
 
@@ -96,9 +97,9 @@ def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
     """Compute total [m, n] += a [m, k] @ b [k, n]. On a GPU this allocates no second [m, n].
 
     Args:
-        total: In the compute dtype.
-        a: In any floating dtype, as `b`.
-        b: In any floating dtype.
+        total: [m, n], in the compute dtype.
+        a: [m, k], any floating dtype.
+        b: [k, n], any floating dtype.
     """
     if a.dtype == b.dtype == total.dtype:
         total.addmm_(a, b)
@@ -183,7 +184,21 @@ def on_shard(ids: Tensor, start: int | Tensor, columns: int) -> tuple[Tensor, Te
 
 
 def pick(logits: Tensor, columns: Tensor, is_mine: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return logits [..., v] at columns [..., k] in `dtype`, 0 where `is_mine` [..., k] is False. v may be 0."""
+    """Return the logits at given columns.
+
+    Args:
+        logits: [..., v]. v may be 0.
+        columns: [..., k].
+        is_mine: [..., k] bool, False for ids of other shards.
+        dtype: Dtype of the result.
+
+    Returns:
+        [..., k], 0 where `is_mine` is False.
+
+    Example:
+        >>> pick(torch.tensor([5.0, 7.0]), torch.tensor([1, 0]), torch.tensor([True, False]), torch.float32)
+        tensor([7., 0.])
+    """
     if not logits.shape[-1]:
         return torch.zeros(columns.shape, dtype=dtype, device=logits.device)
     return torch.where(is_mine, logits.gather(-1, columns).to(dtype), 0)
@@ -225,6 +240,13 @@ def merge(parts: Stats) -> tuple[Stats, Tensor]:
     Returns:
         The statistics of the full vocabulary [...], and the logarithm of each part's share of the probability,
         [n, ...].
+
+    Example:
+        The module's docstring has the numbers.
+
+        >>> merged, log_share = merge(Stats(m=torch.tensor([3.0, 2.0]), l=torch.tensor([0.1269, 0.0])))
+        >>> merged.m, merged.l, log_share.exp()
+        (tensor(3.), tensor(0.4076), tensor([0.7553, 0.2447]))
     """
     m = parts.m.amax(0)
     delta = torch.where(parts.m == -float("inf"), -float("inf"), parts.m - m) + parts.l
@@ -271,6 +293,9 @@ def merge_over(
         at_largest: More numbers, [j, ...], of which only those of the rank with the row's largest logit are returned.
             For example, whether the target is the argmax of this rank's ids. If ranks have equal maxima, the lowest
             rank counts, whose ids are lower. None: no numbers.
+
+    Returns:
+        The statistics of the full vocabulary, with the same bits on every rank.
 
     Collectives:
         One all-gather of (2 to 4) + k + j numbers per row. Summing gathered numbers in the order of the ranks gives the

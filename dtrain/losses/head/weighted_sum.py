@@ -35,8 +35,8 @@ TokenLossFn = Callable[[Tensor], Tensor]
 """A loss of single tokens: maps log-probabilities of targets [t] to losses [t].
 
 The loss of a token depends on its own log-probability only. Any differentiable function is possible, because autograd
-computes the derivative. It is called once per tile. The sum over the trained tokens of the global batch is divided by
-their number. `token.options` lists the losses by name.
+computes the derivative. The function is called once per tile. Training divides the sum over the trained tokens of the
+global batch by their number. `losses.token_options` lists the losses by name.
 """
 
 
@@ -95,6 +95,9 @@ def token_loss_sums(
         shard: This rank's part of the vocabulary. None if the vocabulary is not sharded.
         rows_per_tile: Tokens per tile of logits. None: `sources.tile_rows_of`.
 
+    Returns:
+        The sums over all tokens, on every rank.
+
     Collectives:
         Per tile, one all-gather of four numbers per row, or five with `label_smoothing`. Also that of `tile_rows_of` if
         `rows_per_tile` is None.
@@ -128,7 +131,7 @@ def weighted_logprob_sum(
     Args:
         hidden: Hidden states [N, D], any floating dtype. Rows without a target are not computed and have a gradient of
             0, even if they are NaN.
-        weight: The head's weight [V, D], or with `shard` this rank's rows of it; of the same dtype.
+        weight: The head's weight [V, D], or with `shard` this rank's rows of it, in the dtype of `hidden`.
         targets: Ids of the full vocabulary [T], int64 in [0, V), the same on every rank.
         token_weights: Weights of the tokens, [T], without gradient.
         index: The rows of `hidden` that have a target, [T] int64, each at most once.

@@ -48,6 +48,7 @@ def shard_bounds(logits: Tensor, rank: int | None, group: Group) -> Bounds:
         The bounds. With a group of several ranks they are scalar tensors on the device, so that the host need not wait.
 
     Raises:
+        ValueError: If there is a group without a rank.
         RuntimeError: If the vocabulary is divided in another way. On CUDA it is a device assertion.
 
     Collectives:
@@ -131,8 +132,18 @@ def _get_tokens_on_this_cp_rank(input_ids: Tensor, cp_rank: int, cp_size: int, s
 
     With cp_size=1 the sequence itself is returned.
 
+    Args:
+        input_ids: The full sequence, [..., S, ...].
+        cp_rank: The cp rank.
+        cp_size: The number of cp ranks.
+        seq_dim: The dimension of the sequence.
+
     Raises:
         ValueError: If 2 · cp_size does not divide S.
+
+    Example:
+        >>> _get_tokens_on_this_cp_rank(torch.arange(8)[None], cp_rank=0, cp_size=2)
+        tensor([[0, 1, 6, 7]])
     """
     return input_ids if cp_size == 1 else shard_sequence(input_ids, cp_rank, cp_size, seq_dim)
 

@@ -33,6 +33,7 @@ from dtrain.losses.logits.groups import check_bounds, group_all_reduce_sum
 
 
 def check_chunk(chunk_size: int | None) -> None:
+    """Raise ValueError if `chunk_size` is less than 1. None is allowed."""
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size={chunk_size} must be at least 1")
 
@@ -40,8 +41,13 @@ def check_chunk(chunk_size: int | None) -> None:
 def rows_within(logits: Tensor, chunk_size: int | None = None) -> int:
     """Return the number of rows per tile of logits [..., v].
 
-    It is that of `tile_rows`, at most `chunk_size` positions of the sequence, which is the last leading dimension. For
-    example, logits [2, 10, v] and chunk_size=3 give at most 6 rows.
+    This is the number of `tile_rows`, limited to `chunk_size` positions of the sequence (the last leading dimension).
+
+    Example:
+        3 positions of 2 rows:
+
+        >>> rows_within(torch.zeros(2, 10, 7), chunk_size=3)
+        6
     """
     check_chunk(chunk_size)
     rows = tile_rows(logits.shape[-1], logits.device.type)
@@ -103,7 +109,26 @@ class ChunkedDistributedLogprob:
         tp_group: Group,
         inference_only: bool = False,
     ) -> Tensor:
-        """Compute log p(target), [B, S], as `DistributedLogprob.apply`. Extra memory is O(chunk_size · V/tp)."""
+        """Compute log p(target), [B, S].
+
+        Args:
+            vocab_parallel_logits: This rank's shard, [B, S, V/tp]. Any leading shape is accepted.
+            target: Ids of the full vocabulary, [B, S]. An id outside [0, V) gives 0.0 and no gradient.
+            vocab_start_index: The first id of the shard.
+            vocab_end_index: The last id of the shard, plus 1.
+            chunk_size: Positions of the sequence per tile. Extra memory is O(chunk_size · V/tp). None: no bound.
+            tp_group: Ranks over which the vocabulary is sharded. None if it is not.
+            inference_only: Whether to return values without a gradient.
+
+        Returns:
+            [B, S], with the same bits on every rank.
+
+        Raises:
+            ValueError: If the bounds do not fit the shard, or `chunk_size` is less than 1.
+
+        Collectives:
+            One all-gather of 3 numbers per position in the forward, none in the backward.
+        """
         gather, ids = ChunkedDistributedGatherLogprob, target.unsqueeze(-1)
         bounds = vocab_start_index, vocab_end_index
         return gather.apply(vocab_parallel_logits, ids, *bounds, chunk_size, tp_group, inference_only).squeeze(-1)
@@ -125,11 +150,20 @@ class DistributedLogprob:
 
         Args:
             vocab_parallel_logits: This rank's shard, [B, S, V/tp]. Any leading shape is accepted.
-            target: Ids of the full vocabulary, [B, S].
-            vocab_start_index: See `ChunkedDistributedGatherLogprob.apply`, which also lists errors and collectives.
-            vocab_end_index: See there.
+            target: Ids of the full vocabulary, [B, S]. An id outside [0, V) gives 0.0 and no gradient.
+            vocab_start_index: The first id of the shard.
+            vocab_end_index: The last id of the shard, plus 1.
             group: Ranks over which the vocabulary is sharded. None if it is not.
             inference_only: Whether to return values without a gradient.
+
+        Returns:
+            [B, S], with the same bits on every rank.
+
+        Raises:
+            ValueError: If the bounds do not fit the shard.
+
+        Collectives:
+            One all-gather of 3 numbers per position in the forward, none in the backward.
         """
         bounds = vocab_start_index, vocab_end_index
         return ChunkedDistributedLogprob.apply(vocab_parallel_logits, target, *bounds, None, group, inference_only)
@@ -235,8 +269,11 @@ class ChunkedDistributedEntropy:
             tp_group: Ranks over which the vocabulary is sharded. None if it is not.
             inference_only: Whether to return values without a gradient.
 
+        Returns:
+            [B, S] on every rank. This is minus the entropy, as in NeMo-RL.
+
         Collectives:
-            One all-gather in the forward, none in the backward.
+            One all-gather of 3 numbers per position in the forward, none in the backward.
         """
         logits = vocab_parallel_logits.detach() if inference_only else vocab_parallel_logits
         no_ids = torch.zeros(*logits.shape[:-1], 0, dtype=torch.int64, device=logits.device)
@@ -344,7 +381,7 @@ def _merge_cross(parts: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
 class DistributedCrossEntropy:
     """Cross entropy H(p_target, q_student) over a sharded vocabulary.
 
-    It differs from KL(p_target || q_student) by the target's entropy, which has no gradient.
+    The cross entropy is KL(p_target || q_student) plus the target's entropy, which has no gradient.
     """
 
     @staticmethod
@@ -356,6 +393,9 @@ class DistributedCrossEntropy:
             target_logits: The same of the target.
             group: Ranks over which the vocabulary is sharded. None if it is not.
             inference_only: Whether to return values without a gradient.
+
+        Returns:
+            [B, S] on every rank.
 
         Raises:
             ValueError: If the shapes differ, or only one of the two is float64.

@@ -48,9 +48,23 @@ def logprobs_of_targets(
     chunk_size: int | None,
     sampling_params: TrainingSamplingParams | None,
 ) -> Tensor:
-    """Compute log p(target) [B, S] from this rank's shard of logits [B, S, V/tp], for shifted targets [B, S].
+    """Compute log p of targets that are already shifted.
 
-    With `sampling_params`, log p is that after top-k and top-p. `chunk_size` is in positions of the sequence.
+    Args:
+        logits: This rank's shard, [B, S, V/tp].
+        target: Ids of the full vocabulary, [B, S]. An id outside of the vocabulary gives 0 and no gradient.
+        start: The first id of this rank's shard.
+        end: The last id of this rank's shard, plus 1.
+        group: Ranks over which the vocabulary is sharded. None if it is not.
+        inference_only: Whether to return values without a gradient.
+        chunk_size: Bound on the positions of the sequence in a tile. None: no bound.
+        sampling_params: Compute log p after this top-k and top-p. None: no filter.
+
+    Returns:
+        [B, S] on every rank.
+
+    Collectives:
+        Those of `ChunkedDistributedLogprob`, or with a filter those of `ChunkedDistributedLogprobWithSampling`.
     """
     if sampling_params is not None and need_top_k_or_top_p_filtering(sampling_params):
         top_k, top_p = sampling_params.top_k, sampling_params.top_p
@@ -60,7 +74,12 @@ def logprobs_of_targets(
 
 
 def next_tokens(ids: Tensor) -> Tensor:
-    """Shift ids [B, S] by one. The last position gets NO_TARGET."""
+    """Shift ids [B, S] by one. The last position gets NO_TARGET.
+
+    Example:
+        >>> next_tokens(torch.tensor([[5, 6, 7]]))
+        tensor([[ 6,  7, -1]])
+    """
     return torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], NO_TARGET)], 1)
 
 
@@ -262,9 +281,9 @@ def get_next_token_logprobs_from_logits(
     sampling_params: TrainingSamplingParams | None = None,
     chunk_size: int | None = None,
 ) -> Tensor:
-    """Compute log p of the token after each position, [B, S - 1], for every layout of logits.
+    """Compute log p of the token after each position, for every layout of logits.
 
-    Three layouts are distinguished:
+    The arguments determine the layout:
 
     - `vocab_parallel_group` is given: the logits are this rank's shard, [B, S/cp, V/tp], of a vocabulary that is
       divided as torch.chunk does. See `from_parallel_logits_to_logprobs`. One more all-reduce determines the shard's
@@ -282,8 +301,19 @@ def get_next_token_logprobs_from_logits(
         sampling_params: Compute log p after this top-k and top-p. None: no filter.
         chunk_size: Bound on the positions in a tile. None: no bound.
 
+    Returns:
+        [B, S - 1] in natural order, on every rank.
+
     Raises:
         ValueError: If there is a `vocab_parallel_group` without a rank, or for other placements of a DTensor.
+
+    Collectives:
+        Those of the function for the layout, and one all-reduce of two numbers with a `vocab_parallel_group` of several
+        ranks.
+
+    Example:
+        >>> get_next_token_logprobs_from_logits(torch.tensor([[0, 1, 3]]), torch.zeros(1, 3, 4))
+        tensor([[-1.3863, -1.3863]])
     """
     if vocab_parallel_group is None and isinstance(next_token_logits, DTensor):
         return get_logprobs_from_vocab_parallel_logits(
@@ -305,6 +335,13 @@ def all_to_all_vp2sq(vocab_parallel_logits: Tensor, tp_group: Group) -> Tensor:
 
     Rows are divided over the ranks as torch.chunk does. No gradient.
 
+    Args:
+        vocab_parallel_logits: This rank's shard, [rows, V/tp].
+        tp_group: Ranks over which the vocabulary is sharded. None if it is not.
+
+    Returns:
+        This rank's rows, [rows/tp, V].
+
     Raises:
         ValueError: If the logits are not 2D.
 
@@ -321,6 +358,13 @@ def all_to_all_sq2vp(seq_parallel_logits: Tensor, tp_group: Group) -> Tensor:
     """Convert some rows of the full vocabulary, [rows/tp, V], to all rows of this rank's shard, [rows, V/tp].
 
     The inverse of `all_to_all_vp2sq`. The vocabulary is divided over the ranks as torch.chunk does. No gradient.
+
+    Args:
+        seq_parallel_logits: This rank's rows, [rows/tp, V].
+        tp_group: Ranks over which the rows are divided. None if they are not.
+
+    Returns:
+        This rank's shard of all rows, [rows, V/tp].
 
     Raises:
         ValueError: If the logits are not 2D.
@@ -353,13 +397,13 @@ class DistributedLogprobWithSampling:
             vocab_parallel_logits: This rank's shard, already divided by the temperature, [B, S, V/tp].
             target: Ids of the full vocabulary, [B, S].
             tp_group: Ranks over which the vocabulary is sharded. None if it is not.
-            top_k: See `apply_top_k_top_p`, which defines both filters.
-            top_p: See there.
+            top_k: Keep the k most probable tokens. None, 0 or -1: all. `apply_top_k_top_p` defines both filters.
+            top_p: Keep the most probable tokens with this probability in total. 1.0: all.
             inference_only: Whether to return values without a gradient.
 
         Returns:
-            -inf and no gradient for a target that the filter excludes. 0.0 and no gradient for a target outside [0, V).
-            A mask of the kept tokens, [B · S/tp, V], is saved for the backward.
+            [B, S] on every rank. -inf and no gradient for a target that the filter excludes. 0.0 and no gradient for a
+            target outside [0, V). A mask of the kept tokens, [B · S/tp, V], is saved for the backward.
 
         Collectives:
             Forward: one exchange of shard sizes on the host, one all-to-all, one all-reduce of B · S numbers. Backward:
@@ -382,10 +426,26 @@ class ChunkedDistributedLogprobWithSampling:
         chunk_size: int | None,
         inference_only: bool = False,
     ) -> Tensor:
-        """Compute log p(target), [B, S], as `DistributedLogprobWithSampling.apply` does.
+        """Compute log p(target), [B, S], on every rank.
 
-        Extra memory is O(chunk_size · V), with `chunk_size` in positions of the sequence. There is one all-to-all per
-        chunk in the forward, and two in the backward.
+        Args:
+            vocab_parallel_logits: This rank's shard, already divided by the temperature, [B, S, V/tp].
+            target: Ids of the full vocabulary, [B, S].
+            tp_group: Ranks over which the vocabulary is sharded. None if it is not.
+            top_k: See `DistributedLogprobWithSampling.apply`.
+            top_p: See `DistributedLogprobWithSampling.apply`.
+            chunk_size: Positions of the sequence per chunk. Extra memory is O(chunk_size · V). None: one chunk.
+            inference_only: Whether to return values without a gradient.
+
+        Returns:
+            [B, S], as `DistributedLogprobWithSampling.apply` returns it.
+
+        Raises:
+            ValueError: If `chunk_size` is less than 1.
+
+        Collectives:
+            Forward: one exchange of shard sizes on the host, one all-to-all per chunk, one all-reduce of B · S numbers.
+            Backward: one exchange of shard sizes, two all-to-alls per chunk.
         """
         check_chunk(chunk_size)
         logits = vocab_parallel_logits.detach() if inference_only else vocab_parallel_logits

@@ -211,7 +211,12 @@ def get_distillation_topk_logprobs_from_logits(
         full vocabulary, [B, S - 1], or None. float32 (float64 for float64 logits).
 
     Raises:
-        ValueError: If K = 0.
+        ValueError: If K = 0, or if there is a `vocab_parallel_group` without a rank.
+
+    Collectives:
+        Over tp: those of `ChunkedDistributedGatherLogprob`, or one all-reduce with zero_outside_topk=False. One more
+        all-gather with `calculate_entropy`, and one more all-reduce for the bounds of a shard that is not a DTensor.
+        Over cp: one all-gather of each result of the student.
     """
     ids = teacher_topk_indices.to(student_logits.device)
     if ids.shape[-1] == 0:

@@ -53,6 +53,10 @@ def advantages(
     Raises:
         ValueError: For an unknown baseline or scale, a group size that does not divide N, or an infinite reward.
 
+    Example:
+        >>> advantages(torch.tensor([1.0, 2.0, 3.0]), groups=3, baseline="group", scale="none")
+        tensor([-1.,  0.,  1.])
+
     Reference:
         GRPO: Shao et al., arXiv:2402.03300. RLOO: Ahmadian et al., arXiv:2402.14740. REINFORCE++: arXiv:2501.03262.
         Scale by the batch: arXiv:2508.08221. Dr. GRPO: Liu et al., arXiv:2503.20783.
@@ -121,7 +125,11 @@ def decoupled_advantages(rewards: Tensor, weights: Sequence[float], groups: Grou
 def zero_variance_groups(rewards: Tensor, groups: Groups) -> Tensor:
     """Return the completions of groups whose known rewards are all equal, [N] bool. Groups without any are included.
 
-    Such a group has no gradient. Dynamic sampling leaves it out. Arguments and errors are those of `advantages`.
+    Such a group has no gradient, so dynamic sampling excludes it. Arguments and errors are those of `advantages`.
+
+    Example:
+        >>> zero_variance_groups(torch.tensor([1.0, 1.0, 0.0, 1.0]), groups=2)
+        tensor([ True,  True, False, False])
 
     Reference:
         DAPO: Yu et al., arXiv:2503.14476, section 3.2.
@@ -133,16 +141,19 @@ def zero_variance_groups(rewards: Tensor, groups: Groups) -> Tensor:
 def soft_overlong_penalty(lengths: Tensor, max_length: int, cache: int) -> Tensor:
     """Return penalties that are added to the rewards of long completions, [N] float64.
 
-    The penalty is 0 up to max_length - cache tokens, and falls linearly to -1 at max_length. For example,
-    max_length=100 and cache=20: 0 for 80 tokens, -0.5 for 90, -1 for 100 and more.
+    The penalty is 0 up to max_length - cache tokens, and falls linearly to -1 at max_length.
 
     Args:
         lengths: Tokens of each completion, [N].
         max_length: The length from which the penalty is -1.
-        cache: The number of tokens over which it falls.
+        cache: The number of tokens over which the penalty falls from 0 to -1.
 
     Raises:
         ValueError: Unless 0 < cache <= max_length.
+
+    Example:
+        >>> soft_overlong_penalty(torch.tensor([80, 90, 100]), max_length=100, cache=20)
+        tensor([-0.0000, -0.5000, -1.0000], dtype=torch.float64)
 
     Reference:
         DAPO's soft overlong punishment: Yu et al., arXiv:2503.14476, equation 13.

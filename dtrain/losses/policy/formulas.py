@@ -281,8 +281,8 @@ def dppo_tv(tokens: Tokens, *, dppo_ratio_cap: float) -> Surrogate:
 def dppo_kl(tokens: Tokens, *, dppo_ratio_cap: float) -> Surrogate:
     """Compute `dppo_tv` with a KL divergence in place of π - π_old.
 
-    It is the KL divergence from π_old to π of the binary variable "this token or another one", with the sign of
-    π - π_old. So ε bounds only changes in the direction that A demands.
+    The divergence is KL(π_old ‖ π) of the binary variable "this token or another token", with the sign of π - π_old. So
+    ε bounds only changes in the direction that A demands.
 
     Args:
         tokens: Inputs.
@@ -342,6 +342,7 @@ def bounded_exp(values: Tensor) -> Tensor:
 
 
 def _bounded(exponents: Tensor) -> Tensor:
+    """Clamp exponents so that their exponentials are finite."""
     return exponents.clamp(max=math.log(torch.finfo(exponents.dtype).max) - 8)
 
 
@@ -410,7 +411,12 @@ def kl_term(logps: Tensor, ref_logps: Tensor, ratio: Tensor, estimator: str, gra
 
 
 def estimate(logps: Tensor, ref_logps: Tensor, estimator: str = "k3") -> Tensor:
-    """Return the estimator k1, k2 or k3 of KL(π ‖ π_ref) at each token, [...]. Differentiable."""
+    """Return the estimator k1, k2 or k3 of KL(π ‖ π_ref) at each token, [...]. Differentiable.
+
+    Example:
+        >>> estimate(torch.tensor([-1.0]), torch.tensor([-1.5]), "k2")
+        tensor([0.1250])
+    """
     log_ratio = logps - ref_logps
     if estimator == "k1":
         return log_ratio
@@ -430,7 +436,15 @@ def k3_of(first: Tensor, second: Tensor) -> Tensor:
 
 
 def is_known(logps: Tensor | None, mask: Tensor) -> Tensor:
-    """Return the mask [n, S] without tokens whose log-probability is -inf, because top-k or top-p excludes them."""
+    """Remove tokens with a log-probability of -inf, which top-k or top-p excludes, from a mask.
+
+    Args:
+        logps: [n, S]. None: the mask is returned unchanged.
+        mask: [n, S] bool.
+
+    Returns:
+        [n, S] bool.
+    """
     return mask if logps is None else mask & (logps != -torch.inf)
 
 

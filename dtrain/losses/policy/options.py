@@ -141,6 +141,9 @@ def problems(
         options: Options of the loss and of `SHARED`.
         section: In a recipe, the prefix of the keys of `clip` and `beta`, such as "grpo.".
         kwargs: In a recipe, the prefix of the keys of `options`, such as "grpo.kwargs.".
+
+    Returns:
+        The problems, an empty list if there are none.
     """
     found = []
     if not (len(clip) == 2 and all(is_number(bound) and bound >= 0 for bound in clip)):

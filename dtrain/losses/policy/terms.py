@@ -130,7 +130,14 @@ off_policy_frac  share of tokens in sequences that off_policy_mask_threshold mas
 
 
 def means(sums: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metrics, given the sums and counts of a global batch (tensors or floats). A mean of nothing is 0."""
+    """Return the metrics of `MEANS`, given the sums and counts of a global batch (tensors or floats).
+
+    The mean over zero tokens is 0.
+
+    Example:
+        >>> means({"kl": 3.0, "kl_tokens": 6.0})
+        {'kl': 0.5}
+    """
     return {name: sums[name] / _or_one(sums[count]) for name, count in MEANS.items() if name in sums}
 
 
@@ -313,15 +320,19 @@ def _metric_sums(tokens: Tokens, clipped: Sequence[Tensor | None], is_near: Tens
 def top_entropy_threshold(entropies: Tensor, quantile: float) -> tuple[Tensor, Tensor]:
     """Return the entropy above which the top share of the tokens is, and the number of these tokens.
 
-    For example, entropies 1, 2, 3, 4, 5 and quantile 0.5 give the threshold 3, which 3 tokens reach. Between two
-    entropies the threshold is interpolated linearly, as by torch.quantile (which has a limit of N) and TRL.
+    Between two entropies the threshold is interpolated linearly, as in TRL and in torch.quantile, which is not used
+    because it limits N.
 
     Args:
-        entropies: Of all tokens of the global batch in any order, [N].
+        entropies: Entropies of all tokens of the global batch in any order, [N].
         quantile: The share of the tokens, from 0 (only the highest entropy) to 1 (all).
 
     Returns:
-        Infinity and 0 if there are no tokens.
+        The threshold and the number of tokens that reach it, both scalars. Infinity and 0 if there are no tokens.
+
+    Example:
+        >>> top_entropy_threshold(torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]), quantile=0.5)
+        (tensor(3.), tensor(3))
 
     Reference:
         arXiv:2506.01939.
@@ -400,8 +411,9 @@ def policy_loss(
             cispo, vespo, dppo_tv, dppo_kl, reinforce), its number of sequences (grpo, gspo, gspo_token, sapo, luspo,
             gmpo), or that times the longest completion (dr_grpo). None: that of this batch.
         max_completion_length: The longest completion, for dr_grpo. None: T.
-        entropy_threshold: That of the larger batch, by `top_entropy_threshold`. None: that of this batch.
-        entropy_tokens: The number of tokens above that threshold, which also divides the entropy term.
+        entropy_threshold: `top_entropy_threshold` of the larger batch. None: that of this batch.
+        entropy_tokens: The number of tokens that reach the threshold in the larger batch, which divides the entropy
+            term.
         options: Options of the loss and of `options.SHARED`.
 
     Returns:
@@ -409,6 +421,14 @@ def policy_loss(
 
     Raises:
         ValueError: For an unknown name or option, a value out of its range, or a missing argument.
+
+    Example:
+        Two tokens with ratio 1, and advantages 1 and 3:
+
+        >>> logps = torch.tensor([[-1.0], [-2.0]])
+        >>> loss, metrics = policy_loss("dapo", logps, logps, torch.tensor([1.0, 3.0]), torch.ones(2, 1))
+        >>> loss, metrics["ratio"]
+        (tensor(-2.), tensor(1.))
     """
     spec = PolicySpec(name, clip, beta, options)
     for key, value in (("logps", logps), ("mask", mask)):

@@ -178,8 +178,8 @@ def aot(pairs: Pairs, *, beta: float, label_smoothing: float) -> Tensor:
     """Compute the sigmoid loss of the policy's margins relative to the reference's margins of the same rank.
 
     A margin is log π(chosen)/π(rejected). The k-th smallest margin of the policy in the batch is compared with the k-th
-    smallest margin of the reference. For example, margins 3, 1 of the policy and 0, 2 of the reference: 3 - 2 and 1 -
-    0.
+    smallest margin of the reference. For example, with the margins (3, 1) of the policy and (0, 2) of the reference,
+    the differences are 3 - 2 and 1 - 0.
 
     The loss of a pair is at the index of its policy margin. TRL returns losses sorted by margin. The means are equal.
 
@@ -278,9 +278,13 @@ def _smoothed(z: Tensor, label_smoothing: float) -> Tensor:
 
 
 def _of_same_rank(values: Tensor, others: Tensor) -> Tensor:
-    """Return for each of `values` the one of `others` with the same rank, [B]. Equal numbers are ranked by index.
+    """Return for each entry of `values` [B] the entry of `others` [B] with the same rank, [B].
 
-    For example, values 3, 1, 2 and others 10, 30, 20 return 30, 10, 20.
+    Equal numbers are ranked by index.
+
+    Example:
+        >>> _of_same_rank(torch.tensor([3, 1, 2]), torch.tensor([10, 30, 20]))
+        tensor([30, 10, 20])
     """
     return others.sort(stable=True).values[values.argsort(stable=True).argsort()]
 

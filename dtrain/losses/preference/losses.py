@@ -55,6 +55,13 @@ def preference_loss(
         ValueError: For an unknown name or option, a value out of its range, an option that the loss does not read
             (unless its value switches it off), missing lengths, log-probabilities of the reference for one completion
             only, an `f_divergence` other than reverse_kl without a reference, or shapes that differ.
+
+    Example:
+        The pair of the docstring of `formulas`:
+
+        >>> logps = [torch.tensor([value]) for value in (-10.0, -12.0, -11.0, -10.0)]
+        >>> preference_loss("sigmoid", *logps, beta=0.1)
+        tensor([0.5544])
     """
     return combined_preference_loss(
         name,
@@ -83,22 +90,26 @@ def combined_preference_loss(
     rejected_lengths: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
-    """Compute a weighted sum of preference losses, [B]. Arguments and errors are those of `preference_loss`.
+    """Compute a weighted sum of preference losses of each pair. No collectives.
 
     Args:
         names: One or several keys of `options.LOSSES`.
-        chosen_logps: See `preference_loss`.
-        rejected_logps: See there.
-        ref_chosen_logps: See there.
-        ref_rejected_logps: See there.
-        beta: See there.
+        chosen_logps: log π of the chosen completions, summed over their tokens, [B].
+        rejected_logps: log π of the rejected completions, [B].
+        ref_chosen_logps: log π_ref of the chosen completions, [B]. None for both completions: 0.
+        ref_rejected_logps: log π_ref of the rejected completions, [B].
+        beta: β.
         loss_weights: Weights of the losses. None: 1.
-        chosen_lengths: See there.
-        rejected_lengths: See there.
-        options: Each option is passed to the losses that read it.
+        chosen_lengths: Tokens of the chosen completions, [B]. Required by losses per token.
+        rejected_lengths: Tokens of the rejected completions, [B].
+        options: Options of the losses. Each option is passed to the losses that read it.
+
+    Returns:
+        [B], in max(float32, the dtype).
 
     Raises:
-        ValueError: If no loss reads an option, or if an `f_divergence` other than reverse_kl is not read by all losses.
+        ValueError: As in `preference_loss`, if no loss reads an option, or if an `f_divergence` other than reverse_kl
+            is not read by all losses.
     """
     names = [names] if isinstance(names, str) else list(names)
     weights = [1.0] * len(names) if loss_weights is None else list(loss_weights)
@@ -170,6 +181,10 @@ def running_mean(mean: float | Tensor, count: int, batch_mean: Tensor) -> tuple[
 
     Returns:
         The new mean, a scalar, and the new count.
+
+    Example:
+        >>> running_mean(2.0, 1, torch.tensor(4.0))
+        (tensor(3.), 2)
     """
     return mean + (batch_mean - mean) / (count + 1), count + 1
 
@@ -200,7 +215,7 @@ def preference_rewards(
 ) -> PreferenceRewards:
     """Compute the implicit rewards β · log(π/π_ref) of B pairs, for metrics. Arguments are those of `preference_loss`.
 
-    They do not depend on `f_divergence`, and are not divided by lengths.
+    The rewards do not depend on `f_divergence`, and are not divided by lengths.
 
     Reference:
         DPO: Rafailov et al., arXiv:2305.18290, section 4.

@@ -72,7 +72,12 @@ OFF: Mapping[str, Any] = MappingProxyType({"label_smoothing": 0.0, "f_divergence
 
 
 def over_the_batch(names: Iterable[str], options: Mapping[str, Any]) -> list[str]:
-    """Return the losses that, with these options, compare a pair with the other pairs of the global batch."""
+    """Return the losses that, with these options, compare a pair with the other pairs of the global batch.
+
+    Example:
+        >>> over_the_batch(["sigmoid", "aot", "bco_pair"], {"bco_shift": 0.0})
+        ['aot']
+    """
     pairwise = {"bco_pair"} if options.get("bco_shift") != "batch" else set()
     return [name for name in names if name in LOSSES and LOSSES[name].whole_batch and name not in pairwise]
 
@@ -107,6 +112,9 @@ def problems(
         has_reference: Whether there is a reference.
         section: In a recipe, the prefix of keys of the section, such as "dpo.".
         kwargs: In a recipe, the prefix of keys without an entry in the section, such as "dpo.kwargs.".
+
+    Returns:
+        The problems, an empty list if there are none.
     """
 
     def key_of(option: str) -> str:
