@@ -284,7 +284,12 @@ def is_selected(name: str, selection: Names) -> bool:
 
 
 def value_by_pattern(patterns: Mapping[str, Any], name: str, default: Any) -> Any:
-    """Return the value of the first pattern that matches a module's name, or `default`."""
+    """Return the value of the first pattern that matches a module's name, or `default`.
+
+    Example:
+        >>> value_by_pattern({"q_proj": 4}, "model.layers.0.self_attn.q_proj", 16)
+        4
+    """
     for pattern, value in patterns.items():
         if matches_suffix(pattern, name):
             return value

@@ -195,6 +195,7 @@ class QuantizedStack:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """The sizes [E, out, in]."""
         return *self.codes.shape[:-1], 2 * self.codes.shape[-1]
 
     def __getitem__(self, index: int | slice) -> Tensor:

@@ -306,7 +306,13 @@ class KeysAndValues(NamedTuple):
 
 
 def with_sinks(attention: BlockAttention[Any], merged: Partial, sinks: Tensor | None) -> Partial:
-    """Merge attention, in the layout of `attention`, with the sinks [H] of its heads. None: return `merged`."""
+    """Merge attention with the sinks of its heads.
+
+    Args:
+        attention: Defines the layout of `merged.out`.
+        merged: Attention without sinks.
+        sinks: [H]. None: return `merged`.
+    """
     if sinks is None:
         return merged
     out = attention.by_head(merged.out)
@@ -354,6 +360,7 @@ class MaskedBlocks:
     most: int = 2**28
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, step: BlockMask, so_far: Partial | None) -> Partial:
+        """Override `BlockAttention.forward`."""
         partials = [
             self.blocks.forward(q[:, :, run], k[:, :, keys], v[:, :, keys], bias, self.scale)
             for run, keys, bias in self._parts(q, k, step)
@@ -368,6 +375,7 @@ class MaskedBlocks:
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, merged: Partial, step: BlockMask, gradients: Gradients
     ) -> None:
+        """Override `BlockAttention.backward`."""
         for run, keys, bias in self._parts(q, k, step):
             merged_run = Partial(merged.out[:, :, run], merged.lse[:, :, run])
             q_grad, k_grad, v_grad = self.blocks.backward(
@@ -392,6 +400,7 @@ class MaskedBlocks:
             yield run, keys, step.bias(run, q.dtype, q.device)[..., keys]
 
     def by_head(self, out: Tensor) -> Tensor:
+        """Override `BlockAttention.by_head`: the layout already is [B, H, Q, hd_v]."""
         return out
 
 

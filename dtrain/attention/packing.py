@@ -214,7 +214,8 @@ class Packing:
     ) -> Iterable[Call]:
         """Return the calls for the queries of one chunk over the keys of an earlier chunk.
 
-        There is one call without a window. With one, rows may need different values of `left`, and each needs a call.
+        Without a window, all rows are in one call. With a window, rows may need different values of `left`, and each
+        value needs a call.
 
         Args:
             window: Number of keys that a query sees, its own included. None: no window.

@@ -179,6 +179,7 @@ class VarlenBlocks:
     scale: float
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, step: list[Segments], so_far: Partial | None) -> Partial:
+        """Override `BlockAttention.forward`."""
         for call in step:
             call_q, call_k, call_v = pick(q, call.queries), pick(k, call.keys), pick(v, call.keys)
             part = self.flash.forward(call_q, call_k, call_v, call, self.scale)
@@ -202,6 +203,7 @@ class VarlenBlocks:
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, merged: Partial, step: list[Segments], gradients: Gradients
     ) -> None:
+        """Override `BlockAttention.backward`."""
         for call in step:
             call_q, call_k, call_v = pick(q, call.queries), pick(k, call.keys), pick(v, call.keys)
             call_merged = Partial(pick(merged.out, call.queries), pick(merged.lse, call.queries, 1))
@@ -213,6 +215,7 @@ class VarlenBlocks:
             add_to_slices(gradients.v, call.keys, v_grad)
 
     def by_head(self, out: Tensor) -> Tensor:
+        """Override `BlockAttention.by_head`: [T, H, hd_v] <-> [H, T, hd_v]."""
         return out.transpose(0, 1)
 
 

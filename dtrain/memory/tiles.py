@@ -52,7 +52,12 @@ class TiledPart:
         self.function, self.layer = function, layer
 
     def __call__(self, hidden: Tensor, adapters: AdapterContext | None, *others: Tensor) -> Any:
-        """Return `function(hidden, adapters, *others)`. Each tile has the dropout of its own tokens.
+        """Compute `function(hidden, adapters, *others)` tile by tile. Each tile has the dropout of its own tokens.
+
+        Args:
+            hidden: This rank's hidden states, [B, n, D].
+            adapters: The micro-batch's context of adapters.
+            others: Further tensors, [B, n, ...], or under sequence parallel [B, tp * n, ...].
 
         Collectives:
             Those of `function`, once for each tile. Every rank has the same number of tiles.

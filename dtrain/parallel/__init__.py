@@ -2,7 +2,7 @@
 
 README.md explains the dimensions of the mesh.
 
-mesh                     the device mesh, process groups, and `Runtime`, which tells a rank about itself
+mesh                     the device mesh, process groups, and `Runtime`, which has a rank's own number and device
 size_checks              the tp and ep sizes that a model allows
 tensor, apply            tensor-parallel styles; application of a plan, which is a table of them
 experts                  expert parallel: distribution of experts, and exchange of tokens

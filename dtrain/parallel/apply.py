@@ -1,4 +1,4 @@
-"""Application of a tensor-parallel plan: a table from patterns of module names to styles.
+"""Application of a tensor-parallel plan, which is a table from patterns of module names to styles.
 
 Example of a plan for a Llama layer (`models` has the plan of each family):
 
@@ -42,12 +42,12 @@ def find_plan(custom: str | Plan | None, model: ParallelModel) -> Plan:
     """Return the plan that a recipe selects.
 
     Args:
-        custom: None for the model's own plan, a plan, or the import path of a plan or of a function that returns one.
-            The function is called with the model if it has a parameter.
+        custom: A plan, or the import path of a plan or of a function that returns a plan. The function is called with
+            the model if it has a parameter. None: the model's own plan.
         model: The model.
 
     Raises:
-        UserError: If the path cannot be imported, or is no plan.
+        UserError: If the path cannot be imported, or does not lead to a plan.
     """
     if custom is None:
         return model.plan
@@ -109,6 +109,11 @@ def apply_plan(model: ParallelModel, mesh: DeviceMesh, plan: Plan, *, sequence_p
 def match_styles(model: ParallelModel, plan: Plan, *, sequence_parallel: bool) -> dict[str, AnyStyle]:
     """Return the style of each module that a plan matches, by module name. The model is not changed.
 
+    Args:
+        model: The model.
+        plan: See `apply_plan`.
+        sequence_parallel: Whether activations between blocks are sharded along the sequence.
+
     Raises:
         UserError: As in `apply_plan`.
     """
@@ -150,8 +155,9 @@ _SUMMING = ("rowwise", "rowwise_within", "expert_rowwise")  # styles whose layer
 class _PlanCheck:
     """Check whether the named styles of a plan fit each other.
 
-    A plan that fails it would run and give wrong gradients. A style without a name (a function or an object of torch's)
-    may do anything, so modules next to it are not reported for lack of a style that it may replace.
+    A plan that fails this check would run and give wrong gradients. A style without a name (a function or one of
+    torch's ParallelStyle objects) may do anything, also the work of a missing style. So modules next to such a style
+    are not reported for a missing style.
 
     Attributes:
         modules: Modules of the model by name.
@@ -236,7 +242,8 @@ class _PlanCheck:
 
     def _problems_of_ends(self) -> list[str]:
         """Check that embedding, decoder and head have styles that go together."""
-        # A function on an embedding, the head or the full decoder may shard or gather a sequence or vocabulary itself.
+        # A function on an embedding, the head or the full decoder may shard or gather the sequence or the vocabulary
+        # itself, so nothing can be checked.
         for name in self.unnamed:
             if isinstance(self.modules[name], nn.Embedding | Stack) or "." not in name:
                 return []

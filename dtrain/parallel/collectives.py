@@ -47,7 +47,16 @@ def all_reduce(tensor: Tensor, group: dist.ProcessGroup, op: str = "sum") -> Ten
 
 
 def all_gather(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Concatenate the ranks' tensors in rank order: [.., n, ..] to [.., n·ranks, ..]. Not differentiable."""
+    """Concatenate the ranks' tensors in rank order. Not differentiable.
+
+    Args:
+        tensor: [.., n, ..], the same shape on every rank.
+        dim: The dimension of n.
+        group: The ranks.
+
+    Returns:
+        [.., n · ranks, ..].
+    """
     gathered = wait(begin_all_gather(tensor, group))
     # The operation concatenates along the first dimension only.
     return gathered if dim == 0 else torch.cat(gathered.chunk(group.size()), dim)
@@ -62,7 +71,16 @@ def begin_all_gather(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def reduce_scatter(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Sum the ranks' tensors, and return this rank's chunk: [.., n, ..] to [.., n/ranks, ..]. Not differentiable."""
+    """Sum the ranks' tensors, and return this rank's chunk of the sum. Not differentiable.
+
+    Args:
+        tensor: [.., n, ..], the same shape on every rank. n is a multiple of the number of ranks.
+        dim: The dimension of n.
+        group: The ranks.
+
+    Returns:
+        [.., n / ranks, ..].
+    """
     if dim != 0:
         tensor = torch.cat(tensor.chunk(group.size(), dim))
     return wait(begin_reduce_scatter(tensor, group))
@@ -92,18 +110,18 @@ def all_to_all(rows: Tensor, receives: Sequence[int], sends: Sequence[int], grou
 
 
 def all_reduce_in_backward(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return `tensor`, and all-reduce its gradient.
+    """Return `tensor`, and all-reduce its gradient in the backward.
 
-    For a replicated tensor of which each rank computes another part of the result, so that each rank's gradient is a
-    part of the sum. Megatron calls it `copy_to_tensor_model_parallel_region`.
+    Used for a replicated tensor from which each rank computes another part of the result, so that each rank's gradient
+    is a part of the sum. Megatron calls this function `copy_to_tensor_model_parallel_region`.
     """
     return _Collective.apply(tensor, _identity_view, partial(all_reduce, group=group))
 
 
 def all_reduce_in_forward(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Sum the ranks' tensors, and pass the gradient on unchanged.
+    """Sum the ranks' tensors, and pass the gradient on unchanged in the backward.
 
-    For partial results whose sum every rank uses in the same way. Megatron calls it
+    Used for partial results whose sum every rank uses in the same way. Megatron calls this function
     `reduce_from_tensor_model_parallel_region`.
     """
     return _Collective.apply(tensor, partial(all_reduce, group=group), _unchanged)
@@ -118,8 +136,8 @@ def gather_along(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 def gather_for_replicated(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """All-gather along `dim`, [.., n, ..] to [.., n·ranks, ..], for replicated computation.
 
-    Every rank must compute the same from the result. All ranks then have the same gradient, and each takes its own
-    slice of it without communication.
+    Every rank must compute the same values from the result. All ranks then have the same gradient, and the backward
+    returns this rank's slice of it without communication.
     """
     length = tensor.shape[dim]
 

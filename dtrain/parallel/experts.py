@@ -17,9 +17,9 @@ sorted its rows (one per token and chosen expert) by expert:
     4. compute                    expert 0 on a b e, 1 on c       expert 2 on d f, 3 on g h
     5. undo 3, all-to-all back    results of a b c d              results of e f g h
 
-So there are three all-to-alls in the forward. The backward repeats the two of rows. No row is dropped, in contrast to
-GShard (arXiv:2006.16668), whose experts have a capacity. Each rank adds up the results of its own tokens, so that no
-sum depends on the layout.
+So there are three all-to-alls in the forward. The backward has two, for the gradients of the rows and of the results.
+No row is dropped, in contrast to GShard (arXiv:2006.16668), whose experts have a capacity. Each rank adds up the
+results of its own tokens, so that no sum depends on the layout.
 """
 
 from collections.abc import Callable
@@ -64,8 +64,8 @@ class Experts(nn.Module):
             The results in the order of `rows`, [n, D'].
 
         Collectives:
-            Under expert parallel three all-to-alls: counts, for which the host waits, rows, and results. The backward
-            repeats the last two.
+            Under expert parallel three all-to-alls in the forward: counts (the host waits for these), rows, and
+            results. Two in the backward.
         """
         if self.ep is None:
             return compute(rows, counts)

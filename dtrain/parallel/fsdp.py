@@ -1,4 +1,4 @@
-"""FSDP2 over a decoder. This is the only module that knows FSDP.
+"""FSDP2 over a decoder. No other module of dtrain calls FSDP, except through `Sharding`.
 
 `shard_model` decides which modules form one unit, in which dtypes, and that gradients are summed. `Sharding` is what
 the rest of dtrain uses afterwards: it gathers and frees weights, and decides when gradients are reduced.
@@ -50,7 +50,11 @@ from dtrain.parallel.tensor import ParallelModel, ScoreHead, VocabEmbedding, ful
 
 
 class _Unit(FSDPModule):
-    """FSDP unit that `shard_model` has made."""
+    """FSDP unit that `shard_model` has made.
+
+    Attributes:
+        reshards_after_forward: Whether the unit's weights are freed after its forward.
+    """
 
     reshards_after_forward: bool
 
@@ -177,9 +181,9 @@ def shard_model(
         mesh: One dimension, or two, (replicate, shard), for HSDP.
         precision: Dtypes of computation and reduction.
         offload: Where FSDP stores the shards. None: on the device.
-        reshard_after_forward: Which units are freed between forward and backward. "default": all but the last layer,
-            the head and the root, which are the last of the forward and the first of the backward. True: these, too.
-            False: none, so the whole model stays in memory.
+        reshard_after_forward: The units that are freed between forward and backward. "default": all but the last layer,
+            the head and the root, because the forward ends and the backward begins with these. True: all units. False:
+            none, so the whole model stays in memory.
         expert_mesh: Mesh over which experts that are distributed over ep are sharded, with the dimensions of `mesh`.
             Their layer then has two all-gathers instead of one.
     """
@@ -321,7 +325,7 @@ class Sharding:
     because a backward usually follows. If none follows, as in an evaluation, `reshard` frees them. Until then
     `model.parameters()` are the gathered copies: values written to them are lost, and a save would see no shards.
 
-    It also accepts a model without FSDP, which has no units. Its methods then do nothing.
+    A model without FSDP is accepted, too. It has no units, and the methods do nothing.
 
     Args:
         model: A model that `shard_model` has sharded, or one that is not sharded.

@@ -1,8 +1,8 @@
-"""The device mesh of a run, its process groups, and `Runtime`, which tells a rank about itself.
+"""The device mesh of a run, its process groups, and `Runtime`, which has a rank's own number and device.
 
 The mesh has the dimensions dp_replicate, dp_shard, cp and tp. Example: 16 ranks with dp_replicate = 2, dp_shard = 2,
 cp = 2 and tp = 2. The rank number counts tp fastest, so rank 13 = 1·8 + 1·4 + 0·2 + 1 has the coordinates (1, 1, 0, 1).
-Other dimensions are made of these by flattening:
+Other dimensions are made by flattening these four:
 
     fsdp      dp_shard × cp = 4 ranks          parameters are sharded over it (with dp_replicate in front: HSDP)
     dp        dp_replicate × dp_shard = 4      samples are distributed over it
@@ -39,7 +39,7 @@ class StopFlag:
 
 @dataclass(frozen=True)
 class Runtime:
-    """A rank of a run. `launch` creates it; the packages below read it instead of the environment.
+    """A rank of a run. `launch` creates the object, and the other packages read it instead of the environment.
 
     Attributes:
         rank: Number of the rank in the run.
@@ -177,7 +177,7 @@ def init_process_group(
         store: Store through which the ranks find each other.
         rank: Number of this rank.
         world_size: The number of ranks.
-        collective_timeout: Seconds; see `set_timeouts`.
+        collective_timeout: Seconds. None: see `set_timeouts`.
     """
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)

@@ -39,8 +39,14 @@ class ModelSizes(Protocol):
 def check_model_mesh(model: ModelSizes, tp: int, ep: int = 1) -> list[Problem]:
     """Check that a model can be sharded over `tp` tensor-parallel and `ep` expert-parallel ranks.
 
-    Every rank computes complete query heads, and complete key heads or one that it shares. It stores a part of the
-    vocabulary and of every MLP, because FSDP2 cannot reduce the gradient of an empty shard.
+    Every rank computes complete query heads, and complete key heads or one key head that it shares with other ranks.
+    Every rank must also store a part of the vocabulary and of every MLP, because FSDP2 cannot reduce the gradient of an
+    empty shard.
+
+    Args:
+        model: The sizes.
+        tp: Tensor-parallel ranks.
+        ep: Expert-parallel ranks.
 
     Returns:
         The problems of `parallel.tp` and `parallel.ep`, none if the sizes fit.

@@ -1,4 +1,4 @@
-"""Tensor- and sequence-parallel styles: how a module's parameters are sharded over tp, and what the module sends.
+"""Tensor- and sequence-parallel styles: the sharding of a module's parameters over tp, and the module's collectives.
 
 A style makes parameters DTensors on the tp mesh, also those that are replicated. Modules read them through
 `LocalParameters.local` and compute with plain tensors. Where a style changes a forward, the module's own forward
@@ -45,7 +45,7 @@ SEQUENCE = 1  # the dimension of [B, S, D] that sequence parallel shards
 
 @dataclass(frozen=True)
 class LocalView:
-    """How a module reads a parameter that is a DTensor on the tp mesh.
+    """The view through which a module reads a parameter that is a DTensor on the tp mesh.
 
     Attributes:
         grad_placement: Placement of the local gradient over tp. Partial: the ranks' gradients are summed. None: the
@@ -318,16 +318,34 @@ class Stack(nn.Module):
     tp: TensorParallel | None = None
 
     def states(self, input_ids: Tensor, context: Any) -> Tensor:
-        """Compute hidden states [B, S, D] of ids [B, S], sharded as the styles of the modules within.
+        """Compute hidden states for one process.
 
         Args:
-            input_ids: Token ids.
+            input_ids: Token ids, [B, S].
             context: The context of the micro-batch.
+
+        Returns:
+            [B, S, D], or [B, S/tp, D] under sequence parallel.
         """
         raise NotImplementedError
 
     def forward(self, input_ids: Tensor, context: RowContext) -> Tensor:
-        """Compute hidden states [B, S, D], complete on every tp rank. In the backward, gradients are summed over tp."""
+        """Compute hidden states.
+
+        Args:
+            input_ids: Token ids, [B, S].
+            context: The context of the micro-batch.
+
+        Returns:
+            [B, S, D], complete on every tp rank.
+
+        Raises:
+            ValueError: If there is a KV cache under sequence parallel.
+
+        Collectives:
+            Those of `states`. Under tensor parallel also one all-reduce of the gradient in the backward, or under
+            sequence parallel one all-gather in the forward and one reduce-scatter in the backward.
+        """
         tp = self.tp
         num_tokens = input_ids.shape[1]
         if tp is None:
@@ -395,8 +413,8 @@ def colwise_kv(module: LocalParameters, tp: TensorParallel) -> None:
     """Shard a projection to keys or values by heads.
 
     If there are fewer heads than ranks, the weight is replicated, and each rank computes the head that its queries
-    read. Gradients are summed. For example, with 2 key heads over tp = 4, ranks 0 and 1 compute
-    head 0, and ranks 2 and 3 head 1.
+    read. Gradients are summed. For example, with 2 key heads over tp = 4, ranks 0 and 1 compute head 0, and ranks 2 and
+    3 compute head 1.
 
     The number of heads is the layer's `key_heads`, or that of the model.
     """
@@ -460,11 +478,11 @@ def sequence(module: LocalParameters, tp: TensorParallel) -> None:
 
 
 def latent(module: LocalParameters, tp: TensorParallel) -> None:
-    """A norm or linear layer of a block that runs before the block's input enters tensor parallel.
+    """Replicate a norm or linear layer of a block that runs before the block's input enters tensor parallel.
 
-    Every rank computes it in full, under sequence parallel for its own tokens, exactly as under `sequence`. The name is
-    another one because a plan allows `sequence` outside of blocks only: here the output, not the hidden states, enters
-    the block.
+    Every rank computes the layer in full, and under sequence parallel only for its own tokens, exactly as with the
+    style `sequence`. This style has its own name because a plan allows `sequence` outside of blocks only. The layer's
+    output, and not the hidden states, then enters the block.
     """
     sequence(module, tp)
 
@@ -475,7 +493,7 @@ def replicated(module: LocalParameters, tp: TensorParallel) -> None:
 
 
 def summed(module: LocalParameters, tp: TensorParallel) -> None:
-    """Replicate a module of which each rank computes another part, so gradients are summed.
+    """Replicate a module with which each rank computes another part of the results, so gradients are summed.
 
     In a block this is a norm over each head of q or k (each rank has other heads) or a router (each rank weights its
     own part of the results). Outside of blocks it is a vision tower (each rank encodes other images).

@@ -117,7 +117,7 @@ class LocalMasks:
     def explain_causal(self, length: int, window: int | None) -> int:
         """Return the set of meanings for which transformers passes `is_causal=True` and no mask.
 
-        It does so if positions count on by 1, because then no document begins within the local tokens.
+        transformers does so if positions increase by 1, because then no document begins within the local tokens.
 
         Raises:
             ValueError: If a window is shorter than the local tokens. transformers would have passed a mask.

@@ -576,8 +576,9 @@ def _with_four_dims(tensor: Tensor) -> Tensor:
 def _window_of(stack: Sequence[nn.Module]) -> Any:
     """Return the sliding window of the innermost running module that has one, as transformers stores it.
 
-    It is an attribute of the attention module, or of the config of a module around it. A number, or None for no window.
-    The caller checks that it is a number, because any module may have an attribute of this name.
+    transformers stores the window as an attribute of the attention module, or of the config of a module around it. The
+    caller checks that the value is a number, because any module may have an attribute of this name. None means that
+    there is no window.
     """
     for module in reversed(stack):
         config = getattr(module, "config", None)

@@ -370,7 +370,12 @@ class Heads(NamedTuple):
 def head_groups(length: int, k: Tensor, v: Tensor) -> list[Heads]:
     """Divide the heads into groups that are computed one after the other.
 
-    Groups are as large as `MOST` elements allow, or on a CPU as large as its cache (`GROUP`).
+    A group has at most `MOST` elements, or on a CPU `GROUP` elements, which fit its cache.
+
+    Args:
+        length: Tokens of a row, with the padding of the last chunk.
+        k: [B, S, Hk, K]. Only its shape and device are read.
+        v: [B, S, Hv, V]. Only its shape is read.
     """
     heads, repeats = k.shape[2], v.shape[2] // k.shape[2]
     each = len(k) * length * repeats * max(k.shape[-1], v.shape[-1])

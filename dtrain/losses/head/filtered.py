@@ -128,7 +128,16 @@ def apply_top_k_top_p(
 
 
 def kept(logits: Tensor, top_k: int | None, top_p: float) -> Tensor:
-    """Return the mask of the tokens that top-k and top-p keep, bool [n, V], for logits [n, V]."""
+    """Return the mask of the tokens that top-k and top-p keep. `apply_top_k_top_p` defines both filters.
+
+    Args:
+        logits: [n, V].
+        top_k: None, 0 or -1: off. More than V means V.
+        top_p: 1.0: off.
+
+    Returns:
+        [n, V] bool.
+    """
     mask = None
     if top_k is not None and top_k > 0:
         mask = logits >= logits.topk(min(top_k, logits.shape[-1]), -1).values[:, -1:]
@@ -209,7 +218,7 @@ class Exchange:
 
 
 class FilteredRows:
-    """Source of filtered logits over the full vocabulary, of some of the rows.
+    """`LogitSource` of filtered logits over the full vocabulary, for some of the rows.
 
     `leading` counts all T rows, but a tile has only this rank's rows of a chunk, which `Tile.index` selects. For
     example, the chunk of rows 0 to 4 on 2 ranks: the tile of rank 0 has rows 0 to 2, [3, V], that of rank 1 rows 3 and

@@ -85,7 +85,7 @@ _LOG_OF_ZERO = -1e4
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which optional results `tile_statistics` computes.
+    """The optional results that `tile_statistics` computes.
 
     Attributes:
         neg_entropy: Σ p·log p.

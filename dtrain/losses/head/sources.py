@@ -156,7 +156,7 @@ class LogitSource(Protocol):
 
 
 class GivenLogits:
-    """Existing logits, [..., v].
+    """`LogitSource` of existing logits, [..., v].
 
     Args:
         logits: This rank's part of the logits, any floating dtype and strides.
@@ -211,7 +211,7 @@ class GivenLogits:
 
 
 class HeadLogits:
-    """Logits hidden · weightᵀ of some positions, computed one tile at a time.
+    """`LogitSource` of hidden · weightᵀ at some positions, computed one tile at a time.
 
     On a GPU a product of bfloat16 operands is summed and returned in float32. A CPU would round the result to bfloat16,
     so there the operands are cast to the compute dtype first.

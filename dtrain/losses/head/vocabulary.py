@@ -156,6 +156,11 @@ def group_rank(group: Group) -> int:
 def shard_sizes(columns: int, group: Group, device: torch.device) -> list[int]:
     """Return every rank's number of columns, as numbers on the host.
 
+    Args:
+        columns: The number of columns of this rank.
+        group: Ranks over which the vocabulary is sharded. None if it is not.
+        device: Device of the message, if the group has no CPU backend.
+
     Collectives:
         One all-gather of one number: on the CPU if the group has a CPU backend, else on `device`.
     """

@@ -23,6 +23,11 @@ def assert_on_device(condition: Tensor, message: str) -> None:
 def check_bounds(start: int | Tensor, end: int | Tensor, columns: int) -> None:
     """Check that bounds contain as many ids as a shard has columns. Scalar tensors are not checked.
 
+    Args:
+        start: The first id of the shard.
+        end: The last id of the shard, plus 1.
+        columns: The number of columns of the shard.
+
     Raises:
         ValueError: If they differ.
     """

@@ -253,8 +253,15 @@ def get_logprobs_from_vocab_parallel_logits(
         sampling_params: Compute log p after this top-k and top-p. None: no filter.
 
     Returns:
-        [B, S - 1] in natural order, on every rank. `dtensor_from_parallel_logits_to_logprobs` describes gradients,
-        errors and collectives. With gradients disabled, no tensor is saved for a backward.
+        [B, S - 1] in natural order, on every rank. With gradients disabled, no tensor is saved for a backward.
+        `dtensor_from_parallel_logits_to_logprobs` describes the gradients.
+
+    Raises:
+        ValueError: For other placements, if `input_ids` are not sharded as the logits, or if `seq_index` is missing
+            under context parallel.
+
+    Collectives:
+        Those of `dtensor_from_parallel_logits_to_logprobs`.
     """
     logits, bounds, tp_group, cp_group = local_logits(vocab_parallel_logits)
     if cp_group is not None and _context_group(input_ids) is None:

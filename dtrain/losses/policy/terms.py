@@ -71,7 +71,14 @@ class PolicySpec:
         return LOSSES[self.name]
 
     def divisor(self, counts: "Counts") -> Tensor | float:
-        """Return the divisor of the sum over the tokens of the global batch, a scalar."""
+        """Return the divisor of the sum over the tokens of the global batch, a scalar.
+
+        Args:
+            counts: Counts over the global batch.
+
+        Raises:
+            ValueError: If the loss divides by `max_completion_length`, and it is None.
+        """
         if self.loss.normalisation == "tokens":
             return _or_one(counts.tokens)
         if self.loss.normalisation != "longest":

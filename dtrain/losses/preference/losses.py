@@ -158,11 +158,28 @@ def preference_weights(
     """Compute the losses of all pairs of the global batch, and the derivatives of their mean by the log-probabilities.
 
     The gradient of the mean loss by the parameters is that of Σ chosen · log p(chosen) + rejected · log p(rejected).
-    This sum can be divided over micro-batches and ranks, and is exact for every loss. For example, `ipo_sum` of one
-    pair with m = 3 and β = 0.5: the loss is (3 - 1)² = 4, and the weights are 2 · (3 - 1) = 4 for chosen and -4 for
-    rejected.
+    This sum can be divided over micro-batches and ranks, and is exact for every loss.
 
-    Arguments and errors are those of `combined_preference_loss`. The results have no gradient.
+    Args:
+        names: One or several keys of `options.LOSSES`.
+        chosen_logps: log π of the chosen completions, summed over their tokens, [N].
+        rejected_logps: log π of the rejected completions, [N].
+        ref_chosen_logps: log π_ref of the chosen completions, [N]. None for both completions: 0.
+        ref_rejected_logps: log π_ref of the rejected completions, [N].
+        options: All further arguments of `combined_preference_loss`.
+
+    Returns:
+        The losses and the derivatives, without gradient.
+
+    Raises:
+        ValueError: As in `combined_preference_loss`.
+
+    Example:
+        One pair with m = 3 and β = 0.5: the loss is (3 - 1)², and its derivative by m is 2 · (3 - 1).
+
+        >>> logps = [torch.tensor([value]) for value in (-10.0, -12.0, -11.0, -10.0)]
+        >>> preference_weights("ipo_sum", *logps, beta=0.5)
+        PreferenceWeights(losses=tensor([4.]), chosen=tensor([4.]), rejected=tensor([-4.]))
     """
     chosen, rejected = (logps.detach().requires_grad_() for logps in (chosen_logps, rejected_logps))
     with torch.enable_grad():
@@ -213,9 +230,16 @@ def preference_rewards(
     *,
     beta: float,
 ) -> PreferenceRewards:
-    """Compute the implicit rewards β · log(π/π_ref) of B pairs, for metrics. Arguments are those of `preference_loss`.
+    """Compute the implicit rewards β · log(π/π_ref) of B pairs, for metrics.
 
     The rewards do not depend on `f_divergence`, and are not divided by lengths.
+
+    Args:
+        chosen_logps: log π of the chosen completions, summed over their tokens, [B].
+        rejected_logps: log π of the rejected completions, [B].
+        ref_chosen_logps: log π_ref of the chosen completions, [B]. None: 0.
+        ref_rejected_logps: log π_ref of the rejected completions, [B]. None: 0.
+        beta: β.
 
     Reference:
         DPO: Rafailov et al., arXiv:2305.18290, section 4.

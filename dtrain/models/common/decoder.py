@@ -1,4 +1,4 @@
-"""The decoder that all families share, and the layers and attention they choose from.
+"""The decoder that all families share, and the classes of layers and attention from which a family chooses.
 
 Module names are Hugging Face's, so that checkpoints need no key map. A forward runs as follows:
 
@@ -280,7 +280,7 @@ class Layer(nn.Module):
             adapters: Whether adapters take part, and their dropout.
             attended: The mixer's output, [B, S, H · hd].
             context: The layer's context in sparse layers. None in dense layers, whose `after_attention` may be
-            compiled.
+                compiled.
         """
         raise NotImplementedError
 

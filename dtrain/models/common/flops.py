@@ -33,7 +33,7 @@ def get_text_flops(model: CausalLM) -> TextFlops:
     - 6 per parameter and token: 2 in the forward, 4 in the backward. 4 for a frozen parameter, whose gradient is not
       computed. The input embedding is left out. Of experts, those count that compute a token.
     - 6 · H · (hd + hd_v) per pair and layer. All keys of the document or window count, although a causal query sees
-    half of them on average.
+      half of them on average.
     - Linear attention has 3 products per token with its state: 18 · Hv · K · V, whatever the length.
     - What activation checkpointing computes again is not counted.
 

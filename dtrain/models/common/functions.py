@@ -141,7 +141,16 @@ ACTIVATIONS = {
 
 
 def gated_activation(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
-    """Compute activation(gate) · up (GLU variants, arXiv:2002.05202) of tensors [..., F]."""
+    """Compute activation(gate) · up (GLU variants, arXiv:2002.05202).
+
+    Args:
+        gate: [..., F].
+        up: [..., F].
+        activation: An entry of `ACTIVATIONS`.
+
+    Returns:
+        [..., F].
+    """
     return _Gated.apply(gate, up, activation)
 
 

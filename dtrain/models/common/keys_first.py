@@ -94,9 +94,9 @@ class KeyExchange:
 
 
 def project_keys_first(model: CausalLM) -> None:
-    """Make the layers of `model` project keys first, where that is possible. Issues no collective.
+    """Set `keys_first` of the layers that can project keys first. No collective.
 
-    It is possible in layers that use `Layer.before_attention` and `Attention.project` unchanged.
+    A layer can do so if it uses `Layer.before_attention` and `Attention.project` unchanged.
     """
     for layer in cast(list[Layer], model.model.layers):
         has_own_before = type(layer).before_attention is not Layer.before_attention

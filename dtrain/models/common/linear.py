@@ -27,7 +27,16 @@ class WeightStorage(Protocol):
     """Storage of a linear layer's weight W [out, in] in the layer's parameters."""
 
     def product(self, x: Tensor, bias: Tensor | None, read: ReadParameter) -> Tensor:
-        """Return x · Wᵀ + bias, [.., in] -> [.., out]."""
+        """Compute x · Wᵀ + bias.
+
+        Args:
+            x: [.., in].
+            bias: [out], or None.
+            read: Returns a parameter by name.
+
+        Returns:
+            [.., out].
+        """
 
     def dense_weight(self, read: ReadParameter) -> Tensor:
         """Return W [out, in] as a dense tensor in the dtype of computation."""

@@ -323,7 +323,16 @@ class GatedExperts(Experts):
         return self.compute_on_expert_ranks(rows, counts, partial(self.compute, adapters=adapters))
 
     def compute(self, x: Tensor, counts: Tensor, adapters: AdapterContext | None) -> Tensor:
-        """Compute rows of this rank's experts, [m, D] -> [m, D]. counts: rows of each, [E/ep] int64."""
+        """Compute rows of this rank's experts.
+
+        Args:
+            x: Rows sorted by expert, [m, D].
+            counts: Rows of each of this rank's experts, [E/ep] int64.
+            adapters: The micro-batch's context for the adapters of experts.
+
+        Returns:
+            [m, D].
+        """
         inner = self.gated(self.gate_proj(x, counts, adapters), self.up_proj(x, counts, adapters))
         return self.down_proj(inner, counts, adapters)
 
@@ -371,6 +380,9 @@ class SparseMLP(Block):
             is_real: Which tokens are not padding, [B, S] bool. None if all are.
             micro_batch: Replayed experts and balance loss of this micro-batch, and the record that this layer writes.
             adapters: Whether adapters take part, and their dropout. Adapters of experts have no dropout.
+
+        Collectives:
+            Those of `Experts.compute_on_expert_ranks`, and under tensor parallelism those of `enter` and `leave`.
         """
         hidden = self.enter(hidden)
         x = hidden.flatten(0, 1)  # [T, D]
@@ -533,7 +545,7 @@ def expert_products(x: Tensor, stack: ExpertMatrices, counts: Tensor, *, back: b
 
 
 class _Grouped(torch.autograd.Function):
-    """Autograd of `grouped`. torch's grouped product takes no float64, and on a CPU it is a loop."""
+    """Autograd of `grouped_product`. torch's own grouped product has no float64, and is a loop on a CPU."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:

@@ -33,7 +33,16 @@ def get_chunk_indices(rank: int, size: int) -> tuple[int, int]:
 
 
 def shard_sequence(tensor: Tensor, rank: int, size: int, dim: int = 1) -> Tensor:
-    """Return a rank's head and tail chunk [.., S/size, ..] of a full sequence [.., S, ..]. No collectives.
+    """Return a rank's head and tail chunk of a full sequence. No collectives.
+
+    Args:
+        tensor: The full sequence, [.., S, ..].
+        rank: The cp rank.
+        size: The number of cp ranks.
+        dim: The dimension of the sequence.
+
+    Returns:
+        [.., S/size, ..].
 
     Raises:
         ValueError: If 2·size does not divide S.
@@ -178,10 +187,18 @@ def join_sequence(parts: Sequence[Tensor], dim: int = 1) -> Tensor:
 
 
 def gather_sequence(tensor: Tensor, group: Any, dim: int = 1) -> Tensor:
-    """Gather a sequence: each rank's part [.., S/cp, ..] to the full sequence [.., S, ..] in natural order.
+    """Gather the head and tail chunks of all ranks to the full sequence in natural order.
 
-    In the backward, the ranks' gradients of the full sequence are summed, and each rank receives its part. That is the
+    In the backward, the ranks' gradients of the full sequence are summed, and each rank receives its part. This is the
     derivative if every rank has a loss of its own, and the total loss is their sum.
+
+    Args:
+        tensor: This rank's part, [.., S/cp, ..].
+        group: The cp ranks.
+        dim: The dimension of the sequence.
+
+    Returns:
+        [.., S, ..].
 
     Collectives:
         One all-gather in the forward, one reduce-scatter in the backward.
@@ -271,18 +288,21 @@ class _End(torch.autograd.Function):
             for grad in grads:
                 parts.append(shard_sequence(grad, rank, size, ctx.dim).reshape(-1))
         summed = begin_reduce_scatter(torch.cat(parts).view(size, -1), ctx.group)  # [1, n], asynchronous
-        # It must not be read before `_Begin.backward` has waited. The view has no other use, so autograd does not add
-        # to it.
+        # `summed` must not be read before `_Begin.backward` has waited for it. `flat` has no other use than `_End`, so
+        # autograd passes this gradient on without adding another one to it, which would read it.
         return summed.squeeze(0), None, None, None, None
 
 
 def gather_tokens(tensor: Tensor, cp_mesh: DeviceMesh | None, length: int) -> Tensor:
-    """Gather what `shard_tokens` has sharded, [B, length, ..] in natural order on every cp rank, without the padding.
+    """Undo `shard_tokens`: gather the parts of all cp ranks, and remove the padding.
 
     Args:
-        tensor: This rank's part.
+        tensor: This rank's part, [B, S/cp, ..].
         cp_mesh: The cp ranks. None: returns `tensor`.
         length: The length before padding.
+
+    Returns:
+        [B, length, ..] in natural order, on every cp rank.
 
     Collectives:
         One all-gather, and in the backward one reduce-scatter, which sums the ranks' gradients.
