@@ -47,7 +47,7 @@ STREAMS = {
     "labels": Stream(IGNORE_INDEX, torch.int64),
     "position_ids": Stream(None, torch.int64),
     "seq_ids": Stream(PADDING_SEQ_ID, torch.int64),
-    # As seq_ids, but counted through the whole batch instead of through each row.
+    # Like seq_ids, but counted through all rows of the batch instead of through each row.
     "document_ids": Stream(PADDING_SEQ_ID, torch.int64),
     "token_weights": Stream(0.0, torch.float64),
     # Log-probabilities of the labels, each at the position of its label: of the reference model, of the weights at the

@@ -87,7 +87,7 @@ class Problem:
     Attributes:
         key: The dotted key that the problem is about, such as "parallel.tp". Empty if it is about no key.
         text: What is wrong, with the value, without a full stop at the end.
-        fix: What to set, as a sentence without a full stop at the end. Empty if `text` says it already.
+        fix: What to set, as a sentence without a full stop at the end. Empty if `text` contains the fix already.
         is_missing: Whether the problem is a missing value. `merge_problems` drops it if the value was set but refused.
         other_keys: Keys that would do instead of `key`, such as "train.epochs" for "train.steps".
 

@@ -190,7 +190,8 @@ def cached_snapshot(
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
-    patterns = list(needed)  # without patterns, the library takes any missing file for an incomplete download
+    # None would mean all files: the library then treats a snapshot with any missing file as an incomplete download.
+    patterns = list(needed)
     try:
         directory = snapshot_download(
             name, repo_type=kind, revision=revision, allow_patterns=patterns, local_files_only=True

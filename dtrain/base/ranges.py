@@ -137,7 +137,7 @@ def closest_name(word: str, known: Collection[str]) -> str | None:
     """
     normalized_word = _normalize(word[:64])
     names = {_normalize(name): name for name in known}
-    # 0.75 is one wrong letter of four. A lower cutoff finds hardly more typos, and gives more hints that are wrong.
+    # 0.75 allows one wrong letter of four. A lower cutoff finds hardly more typos, and suggests more wrong names.
     close = difflib.get_close_matches(normalized_word, names, n=1, cutoff=0.75)
     if close:
         return names[close[0]]

@@ -228,8 +228,9 @@ def _method_of(written: Mapping, overrides: Sequence[str], sections: Mapping[str
 def _default_name(recipe: Recipe, stem: str | None, written: Mapping) -> str:
     """Return `run.name` for a recipe without one.
 
-    A file that names its model gives its stem. A general recipe is used for many models, so the model's name is put in
-    front: two models are then two runs. For example, `sft` with Qwen/Qwen3-0.6B and `lora` is "qwen3-0.6b-lora-sft".
+    If the file names a model, the run has the name of the file without its suffix. A general recipe is used for many
+    models, so the name of the model is put in front, and different models do not share a run. For example, `sft` with
+    Qwen/Qwen3-0.6B and `lora` is "qwen3-0.6b-lora-sft".
     """
     model_section = written.get("model")
     names_model = isinstance(model_section, Mapping) and model_section.get("path") is not None
@@ -313,7 +314,7 @@ def _is_too_deep(text: str, level: int = 0) -> bool:
 
 
 def _restore_texts(hint: Any, value: Any, typed: Any) -> Any:
-    """Undo YAML's conversion of a text that looks like a number, for keys that take texts and no numbers.
+    """Restore the text that was typed, for keys that accept only text, if YAML has read it as a number.
 
     A run may have the name 1e3 or 007: YAML reads these as the numbers 1000.0 and 7.
 

@@ -70,13 +70,13 @@ def _loaded_type(kind: type) -> Any:
 
 
 def recipe_values(recipe: Recipe) -> dict[str, Any]:
-    """Return the tree of a recipe's values: the shared sections, its method's section, and keys given to other methods.
+    """Return the tree of a recipe's values: shared sections, its method's section, and keys set for other methods.
 
     Sections of other methods at their defaults are left out.
     """
     tree = asdict(recipe)
     values = {key.name: tree[key.name] for key in fields(Recipe)}
-    # What to include: ("dpo",) is the whole section of a method, and ("dpo", "beta") one key of it.
+    # What to include: ("dpo",) is the full section of a method, and ("dpo", "beta") one key of it.
     included: set[tuple[str, ...]] = {(recipe.method,)}
     included.update(tuple(re.split(r"[.\[]", key)[:2]) for key in getattr(recipe, "unused_keys", ()))
     for name in recipe.method_sections:
@@ -222,8 +222,8 @@ def with_origins_of(recipe: LoadedRecipe, source: Mapping[str, list]) -> LoadedR
 def diff_recipes(old_yaml: str, recipe: Recipe) -> list[tuple[str, Any, Any]]:
     """Compare a recipe with a saved one.
 
-    Lists are compared as a whole. A key that one side does not have has the schema's default there, or None if the
-    schema has no such key.
+    A list is compared as one value. A key that is missing on one side has the schema's default on that side, or None if
+    the schema does not have the key any more.
 
     Args:
         old_yaml: The saved recipe, from `to_yaml`.

@@ -62,7 +62,8 @@ def is_secret_name(name: str, alone: bool = True) -> bool:
 
     Args:
         name: A key, an environment variable or an option.
-        alone: Whether a single word such as `key` counts as well. Such words are names of columns, too.
+        alone: Whether a name of one word, such as `key` or `pass`, counts as a secret. Such names are often names
+            of columns, so callers that have no other evidence of a secret pass False.
 
     Example:
         >>> is_secret_name("HF_TOKEN"), is_secret_name("eos_token"), is_secret_name("token_path")

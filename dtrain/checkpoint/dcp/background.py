@@ -27,7 +27,7 @@ from dtrain.parallel.mesh import new_host_group
 
 
 class Saver:
-    """Saves the steps of one run, one after the other, and deletes those that the retention does not keep.
+    """Saves the steps of one run, one after the other, and deletes the steps that the retention does not keep.
 
     As a context manager it waits at its end for the save in flight, also after an error. After a KeyboardInterrupt it
     does not: a user who presses Ctrl-C twice does not want to wait.

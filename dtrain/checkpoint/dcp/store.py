@@ -27,8 +27,8 @@ How a run resumes on four ranks:
     rank_state, copy = store.read_rank_state(step)    # ranks 0 and 1 get their own, copy 0
                                                       # ranks 2 and 3 get those of ranks 0 and 1, copy 1
 
-`load` first compares every file with its checksum, then names, shapes and dtypes with those of the run. Only if
-everything fits, it changes a tensor.
+`load` first compares every file with its checksum, then names, shapes and dtypes of the saved tensors with the run's
+tensors. It changes tensors only after all comparisons have succeeded.
 
 A run may begin from a step of another run. The step is chosen once, when the run starts, and recorded as an `Origin`
 with a digest of its tensors. A restarted run reads this record, from `began.json` in its directory or from the state of
@@ -285,7 +285,7 @@ class CheckpointStore:
         """Read the state that a rank saved for itself. No collective.
 
         If the step was saved on fewer ranks, rank r gets the state of rank r % saved, as copy number r // saved. For
-        example, of 2 saved states rank 3 gets that of rank 1, copy 1.
+        example, if 2 ranks saved a state, rank 3 gets the state of rank 1 as copy 1.
         """
         manifest = self._manifest(step)
         num_saved = manifest["world_size"]
@@ -320,7 +320,7 @@ class CheckpointStore:
             tensors: Tensors of any shape, by their names in the checkpoint: plain, DTensors or `TensorShard`s.
             allow_extra: Whether the step may have tensors that are not in `tensors`.
             verified: Whether `check_contents` has just found no error, so that checksums are not compared again.
-            cast: Names of tensors whose dtype may differ from the saved one. They keep theirs.
+            cast: Names of tensors whose dtype may differ from the saved one. The saved values are cast to their dtype.
 
         Returns:
             The `state` of the step.

@@ -193,7 +193,7 @@ class SavedOptimizer(NamedTuple):
 def find_first_mismatch(
     model: nn.Module, saved: Mapping[str, Any], sizes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 ) -> str | None:
-    """Compare the parameters that a model trains with those of a checkpoint.
+    """Compare the trained parameters of a model with the trained parameters of a checkpoint.
 
     Args:
         model: The model that would be resumed, which may be on meta.

@@ -308,7 +308,16 @@ def _gguf_names(model: CausalLM, arch: str) -> dict[str, tuple[str, str]]:
 
 
 def gguf_name(name: str, arch: str, layers: int) -> str:
-    """Return llama.cpp's name for a tensor of a text model. `layers` is the model's number of layers."""
+    """Return llama.cpp's name for a tensor of a text model.
+
+    Args:
+        name: Name of the tensor in the files of the text model.
+        arch: llama.cpp's architecture.
+        layers: Number of layers of the model.
+
+    Raises:
+        ValueError: If llama.cpp's architecture has no such tensor.
+    """
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
     (number,) = [number for number, known in MODEL_ARCH_NAMES.items() if known == arch]

@@ -268,7 +268,7 @@ def _entries(
     Args:
         model: The model on meta.
         layout: Layout of the files.
-        dtype: Their dtype. None keeps that of each tensor.
+        dtype: Dtype of the tensors in the files. None keeps the dtype of each tensor.
         saved: Shape and dtype of the tensors that a step has, by name. Empty without a step.
         read: Reads a tensor of the step by its name. None without a step.
         base: The weights that the step does not have. None if it has all weights.

@@ -285,7 +285,8 @@ def merge_in_place(model: CausalLM) -> bool:
         weight = _adapted_weight(layer, name)
         merged = weight.read(weight.dtype)
         if has_nf4_weight(layer):
-            del layer.weight_storage  # the class attribute, for floating-point weights, takes its place
+            # Without the instance's attribute, the layer uses the class attribute: storage of floating-point weights.
+            del layer.weight_storage
             for parameter in PARTS:
                 del layer._parameters[parameter]
             layer.weight = nn.Parameter(merged, requires_grad=False)
@@ -398,7 +399,7 @@ class BaseWeights:
         return name in self._sources
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """Return the dtype of a weight in the files; for 4 bits, that of computation."""
+        """Return the dtype of a weight in the files. For a weight in 4 bits, return the dtype of computation."""
         stored_dtype = self.files.stored[self._sources[name].name].dtype
         return stored_dtype or self._quantized_layers[name].weight_storage.dtype
 

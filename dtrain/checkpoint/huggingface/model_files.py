@@ -27,9 +27,9 @@ def copy_companions(source: Path, target: Path, *, config: bool = False, chat_te
         source: The directory to copy from.
         target: The directory to copy to.
         config: Whether config.json is copied too.
-        chat_template: Text of a template that takes the place of the source's own templates. The named ones
-            (`additional_chat_templates/`) are then left out as well: `tool_use` would otherwise write conversations
-            with tools, which were trained with `chat_template`.
+        chat_template: Text of a template that replaces all templates of the source. The source's named templates
+            (`additional_chat_templates/`) are then not copied. Otherwise `tool_use` would write conversations with
+            tools, although the model was trained on them with `chat_template`.
     """
     names = find_companions(source)
     if config and (source / CONFIG).is_file():
@@ -65,7 +65,7 @@ def write_companions(
 
     Args:
         directory: The directory.
-        sources: Directories with the files. A later one's replace those of an earlier one.
+        sources: Directories with the files. Files of a later directory replace files of an earlier one.
         chat_template: As in `copy_companions`.
         saved_step: As in `write.write_directory`.
     """
@@ -76,7 +76,7 @@ def write_companions(
 
 
 def read_saved_step(export: Path) -> dict[str, Any]:
-    """Return {"step", "save"} of an export: its step, and the mark of the last save; {} if it has no such file."""
+    """Return {"step", "save"}: the step of an export, and the mark of its save. {} if the export has no such file."""
     try:
         return read_json(export / EXPORT_RECORD)
     except UserError:

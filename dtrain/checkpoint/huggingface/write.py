@@ -348,6 +348,9 @@ class SafetensorsFile:
         Args:
             entry: The tensor.
             tensor: Its values, if they were gathered. None: they are read here.
+
+        Raises:
+            ValueError: If the values have another shape than `entry`.
         """
         if tensor is None:
             tensor = self._attempt(lambda: entry.read(entry.dtype))

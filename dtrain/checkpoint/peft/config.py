@@ -180,7 +180,7 @@ def peft_config(config: AdapterConfig, model: ModelConfig, base: str | None) -> 
     if matching_parameters != parameters or model.is_text_tower:
         target_parameters = sorted(parameter_name(peft_names[name]) for name in parameters)
 
-    pattern_names = {}  # PEFT's names by those that the adapter's patterns match
+    pattern_names = {}  # PEFT's name of each layer, by the name that the adapter's patterns are matched with
     for name, peft_name in peft_names.items():
         pattern_names[parameter_name(config.matched_name(name))] = parameter_name(peft_name)
     alpha_pattern = {key: _integer_if_whole(value) for key, value in config.alpha_pattern.items()}
@@ -341,10 +341,11 @@ def _patterns(patterns: Mapping[str, Any], otherwise: float, outer: Mapping[str,
 
 
 def _integer_if_whole(number: float) -> float:
-    """Return a whole number as an integer, which is the type that PEFT declares.
+    """Convert a float that is a whole number to an integer, which is the type that PEFT declares.
 
-    >>> _integer_if_whole(16.0), _integer_if_whole(0.5)
-    (16, 0.5)
+    Example:
+        >>> _integer_if_whole(16.0), _integer_if_whole(0.5)
+        (16, 0.5)
     """
     return int(number) if number == int(number) else number
 

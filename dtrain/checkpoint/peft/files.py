@@ -81,7 +81,7 @@ def read_adapter(model: CausalLM, directory: str | Path) -> None:
 
 
 def adapter_weights(directory: Path, expected_shapes: Mapping[str, tuple[int, ...]], model: ModelConfig) -> WeightFiles:
-    """Open the tensors of an adapter, and compare them with those that a model needs.
+    """Open the tensors of an adapter, and compare their names and shapes with the tensors that a model needs.
 
     Args:
         directory: The adapter's directory.

@@ -92,9 +92,9 @@ def mismatches(
     *,
     model: ModelConfig,
 ) -> list[str]:
-    """Compare the tensors of an adapter's file with those that a model needs, by PEFT's names.
+    """Compare the tensors of an adapter's file with the tensors that a model needs, by PEFT's names.
 
-    An adapter whose embedding or head has another number of rows than the model's gets one line that says so.
+    If the adapter's embedding or head has another number of rows than the model's, this is the only error returned.
 
     Args:
         directory: The adapter's directory, for the messages.
@@ -133,9 +133,10 @@ def mismatches(
 
 
 def _rows_of_another_vocabulary(stored: Mapping[str, tuple[int, ...]], model: ModelConfig) -> int | None:
-    """Return the rows of an adapter's embedding or head if they are not those of the model, else None.
+    """Return the number of rows of an adapter's embedding or head, if it differs from the model's. None otherwise.
 
-    PEFT saves both, whether or not `modules_to_save` names them, where `resize_token_embeddings` was called.
+    If `resize_token_embeddings` was called before training, PEFT saves embedding and head with the adapter, whether or
+    not `modules_to_save` names them.
     """
     for name, shape in stored.items():
         module = from_tower_name(name.removeprefix(PREFIX)).removesuffix(".weight")

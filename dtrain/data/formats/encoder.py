@@ -17,8 +17,8 @@ token is trained if at least one of its characters is. For example, with loss_on
     text      <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nHello<|im_end|>\\n
     trained                                                          Hello<|im_end|>
 
-A plain string is framed: in front of it comes what the tokenizer's post-processor adds (BOS, for most), and behind it
-the EOS token, which is trained. Chat templates write their own tokens.
+A plain string is framed: the tokens that the tokenizer's post-processor adds (BOS, for most) are put before the string,
+and the EOS token, which is trained, after it. Chat templates write their own tokens.
 
 A prompt that is a string, such as {"prompt": "2 + 2 =", "completion": " 4"}, is either continued as raw text or put
 into the chat template. `data.prompts_as` decides: `text` or `user`. With `user`, the row is read as if its prompt were
@@ -73,8 +73,8 @@ TEMPLATED = {*CHAT_FORMATS, "prompt_completion", "preference", "question"}
 class ValidationSplit(NamedTuple):
     """One side of a split of the data into training and validation rows.
 
-    The content of a row decides, whatever file it is in: a hash of the content gives a number from 0 to 1, and the rows
-    with a number below the threshold are validation rows. So equal rows are on the same side.
+    A hash of a row's content is converted to a number from 0 to 1. Rows with a number below the threshold are
+    validation rows. So rows with equal content are on the same side, whatever file they are in.
 
     Attributes:
         size: The recipe's `data.val`: a fraction of the rows, or their number.
@@ -607,10 +607,16 @@ class RowEncoder:
         return True
 
     def text_affixes(self, ids: Sequence[int]) -> Affixes:
-        """Return the ids that belong before and after those of a plain string.
+        """Return the ids that frame a plain string.
 
-        Before it: what the tokenizer's post-processor adds (BOS, for most), unless the string begins with it. After it:
-        the EOS token, unless the string ends with one.
+        Before the string: the ids that the tokenizer's post-processor adds (BOS, for most), unless `ids` begin with
+        them. After the string: the EOS token, unless `ids` end with one.
+
+        Args:
+            ids: Ids of the string.
+
+        Raises:
+            UserError: If the tokenizer has no EOS token.
         """
         if self.tokenizer.eos_id is None:
             raise UserError(

@@ -27,7 +27,7 @@ from dtrain.data.formats.image_parts import COLUMN, images_in, read_content, tex
 
 # Suffixes of data files, with the kind of file.
 FILE_KINDS = {".jsonl": "json", ".json": "json", ".ndjson": "json", ".csv": "csv", ".parquet": "parquet"}
-IGNORE = -100  # label of a token without loss, as in the whole field
+IGNORE = -100  # label of a token without loss, as in PyTorch's cross_entropy
 
 # The required keys of each format. A row has the first format whose keys it has.
 FORMATS: dict[str, tuple[str, ...]] = {
@@ -62,7 +62,7 @@ FORMATS_BY_KIND = {
     "prompts": PROMPT_FORMATS,
     "labelled": LABELLED_FORMATS,
 }
-# Columns of tokenized rows in other tools that say which tokens are trained.
+# Columns with a mask of the trained tokens, in tokenized rows of other tools.
 MASKS = ("completion_mask", "assistant_masks", "assistant_mask", "prompt_mask", "loss_mask")
 LABELS = ("label", "kto_tag")  # columns that say whether a reply is a good one
 CHAT_FORMATS = ("messages", "sharegpt", "alpaca")
@@ -553,7 +553,16 @@ def _read_alpaca(row: Mapping[str, Any]) -> Conversation:
 
 
 def read_question(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the messages of an Alpaca row's `history`, a list of [question, reply], and of its instruction."""
+    """Return the messages of an Alpaca row without its reply: those of `history`, and the instruction.
+
+    Raises:
+        UserError: If `history` is not a list of [question, reply].
+
+    Example:
+        >>> row = {"instruction": "And 3 + 3?", "history": [["2 + 2?", "4"]]}
+        >>> [message["content"] for message in read_question(row)]
+        ['2 + 2?', '4', 'And 3 + 3?']
+    """
     messages = []
     for index, pair in enumerate(as_list(row.get("history") or [], "history")):
         if not isinstance(pair, list) or len(pair) != 2:

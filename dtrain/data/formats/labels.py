@@ -11,8 +11,8 @@ pair is a preference row, whose `margin` is 0 if it has none. For example:
     {"text": "Great film!", "label": 1}                             class 1
     {"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5", "margin": 0.5}
 
-A reward model reads the score of a document at its last token. So a conversation is encoded with everything that its
-template writes behind the last turn, as transformers does, and a document that is too long loses its beginning, never
+A reward model computes the score of a document at its last token. So a conversation is encoded with all text that its
+template writes after the last turn, as transformers does, and a document that is too long loses its beginning, never
 its end.
 
 This module does not import torch.
@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from dtrain.data.rows.cache import Samples
 
 NO_TOKEN = "no token"
-# Part of the fingerprint since documents include what a template writes behind the last turn. Older caches lack it.
+# Part of the fingerprint since documents include the text that a template writes after the last turn. Caches of earlier
+# versions do not have this text, and must not be used.
 KEEPS_ENDS_MARK = "to their ends"
 # Labels as CSV files and tables write them.
 _BOOLEAN_WORDS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
@@ -47,7 +48,7 @@ class Label:
 
     Attributes:
         column: `label` for single examples, `margin` for pairs.
-        classes: Number of classes, so that a label is a whole number below it. None: any finite number.
+        classes: Number of classes. Labels are then whole numbers from 0 to `classes` - 1. None: any finite number.
     """
 
     column: str

@@ -314,8 +314,8 @@ class PairEncoder(RowEncoder):
     """Encoder of preference rows to samples of two documents, chosen and rejected.
 
     Attributes:
-        keeps_ends: Whether documents keep their end: what a template writes behind the last turn, and the end of a
-            completion that is too long.
+        keeps_ends: Whether documents keep the text that a template writes after the last turn, and completions that are
+            too long lose their beginning instead of their end.
     """
 
     documents = 2

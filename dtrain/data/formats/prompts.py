@@ -199,7 +199,8 @@ class PromptEncoder(RowEncoder):
     """Encoder of prompts.
 
     A sample is one document without a trained token. The prompt (without images) and the row's other columns are stored
-    with it as JSON. If `options.loss_on` is set, a second document is that of `encoder.Encoder`.
+    with it as JSON. If `options.loss_on` is set, a sample has a second document: the full row, encoded by
+    `encoder.Encoder`.
 
     Attributes:
         options: The options.

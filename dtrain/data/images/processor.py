@@ -4,7 +4,7 @@ An image processor answers three questions about an image of some height and wid
 
     layout   how it is cut into patches, and how many tokens it has
     pixels   the patches, as the vision tower reads them
-    streams  one entry per token of a document, which tell the decoder where its images are (tensors.py)
+    streams  tensors with one entry per token of a document, by which the decoder finds its images (tensors.py)
 
 For example, Qwen3-VL has patches of 16 × 16 pixels, and 2 × 2 patches are one token. An image of 450 × 300 pixels
 (height, width) is resized to 448 × 288, so its layout is

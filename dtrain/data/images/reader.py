@@ -235,7 +235,7 @@ class ImageReader:
             The images; None if the range cuts an image.
 
         Raises:
-            UserError: If an image alone has `max_length` tokens or more.
+            UserError: If a single image has `max_length` tokens or more.
         """
         for image in images:
             if image.layout.tokens >= max_length:

@@ -4,8 +4,8 @@ Pixels have the same bits as with torchvision's functions, as transformers' imag
 "torchvision").
 
 A stream is a tensor with one entry per token, like `position_ids`. It travels with `input_ids` through packing and
-micro-batches, and tells the decoder which tokens are images. For example, a document has two text tokens, an image of
-2 × 3 tokens, and one text token:
+micro-batches. The decoder reads from it which tokens are images. For example, a document has two text tokens, an image
+of 2 × 3 tokens, and one text token:
 
     tokens            t   t   i   i   i   i   i   i   t
     image_features   -1  -1   0   1   2   3   4   5  -1      row of the tower's output that replaces the embedding

@@ -247,7 +247,7 @@ class Rows:
             )
 
     def rows_in_epoch(self, epoch: int) -> int:
-        """Return the number of sample groups in an epoch. With packing, the whole epoch is packed once to find out."""
+        """Return the number of sample groups in an epoch. With packing, all its windows are packed once."""
         if not self.packing:
             return self._order(epoch).total
         return sum(self._rows_in_window(epoch, window) for window in range(self._num_windows(epoch)))
@@ -435,7 +435,7 @@ class GlobalBatch:
     Attributes:
         rows: The rows of this rank, in the order of the global batch. There may be none in a short last batch.
         samples: The samples of these rows, in the same order.
-        size: Number of sample groups in the whole global batch.
+        size: Number of sample groups in the global batch, over all ranks.
         cursor: Position of the next batch.
         epoch: Epochs that are complete after this batch, as a fraction.
     """

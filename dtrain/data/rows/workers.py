@@ -40,7 +40,7 @@ def load_with_workers(
         num_workers=num_workers,
         collate_fn=tuple,  # batches are passed through unchanged
         worker_init_fn=_ignore_signals,
-        # Without a generator of its own, the loader would take numbers from the global one and change training's.
+        # Without a generator, the loader would use torch's global one, and so change the random numbers of training.
         generator=torch.Generator(),
         snapshot_every_n_steps=1 << 30,
     )

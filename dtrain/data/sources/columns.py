@@ -163,10 +163,10 @@ class _RowColumns:
         lists: Columns with lists that are not empty, by name.
         texts: Columns with text, without those about the row.
         chats: Columns with messages.
-        question: The text column whose name is that of a prompt.
-        reply: The text column whose name is that of a completion.
-        chosen: Columns whose names are those of a better completion.
-        rejected: Columns whose names are those of a worse completion.
+        question: The text column that is named like a prompt, such as "question".
+        reply: The text column that is named like a completion, such as "answer".
+        chosen: Columns that are named like a better completion, such as "preferred".
+        rejected: Columns that are named like a worse completion, such as "rejected_response".
     """
 
     lists: dict[str, list[Any]]

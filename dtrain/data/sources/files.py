@@ -11,9 +11,10 @@ about 1 MiB. For example, chat.jsonl with 600 short rows gives
 JSON Lines are parsed later (`parse_row`), in the processes that tokenise.
 
 Nulls of parquet. A struct column has the same keys in all rows, so each tool call has the arguments of every other
-call, and each tool the parameters of every other tool, as nulls. These keys are removed. A null that was written into
-an argument cannot be told apart and is removed, too. Nulls in other columns, which rewards may read, and nulls in lists
-are kept.
+call, and each tool the parameters of every other tool, as nulls. For example, the arguments {"city": "Oslo"} and
+{"a": 2} are read as {"city": "Oslo", "a": None} and {"city": None, "a": 2}. Keys with nulls are therefore removed from
+calls and tools, also if the null was an argument of the call itself. Nulls in other columns, which rewards may read,
+and nulls in lists are kept.
 
 This module does not import torch.
 """

@@ -106,7 +106,7 @@ def open_rows(
         prompts: Options for prompts, if the method trains on them.
         label: Which number of each row is stored, if the method reads one.
         tokenizer: The model's tokenizer.
-        template: The chat template. By default that of the section and the tokenizer's directory.
+        template: The chat template. None: `section.chat_template`, or else the template of the tokenizer's directory.
         seed: Seed of the order and of the validation split.
         epochs: Passes over the training data; None for an endless sequence.
         cache_dir: Directory of the cache if `section.cache_dir` is not set.
@@ -239,10 +239,10 @@ def _open_sources(
     is_part_of_train = isinstance(section.val, float | int)
     files_of = "train" if is_part_of_train else split
     if files_of != split:
-        say = _print_nothing  # whoever opened the training rows has printed these lines
+        say = _print_nothing  # these lines were printed when the training rows were opened
     sources = _find_sources(getattr(section, files_of), f"data.{files_of}", say, kind, cache_dir)
     if is_part_of_train and any(source.weight for source in sources):
-        # Both sides of the split are parts of the same rows: those that train.
+        # Training and validation rows are split from the same sources, those with a weight above 0.
         sources = [source for source in sources if source.weight]
     if not is_train:
         sources = [replace(source, weight=1.0) for source in sources if source.weight]

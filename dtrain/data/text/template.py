@@ -44,7 +44,7 @@ from dtrain.data.text.tokenizer import ControlTokens, Tokenizer
 SpecialTokens = Literal["structure", "all", "none"]  # of `data.special_tokens`
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")  # variables that dtrain sets
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names of a message's thoughts
-DEFAULT_NAMES = ("default", "tool_use")  # of several named templates, those that are used
+DEFAULT_NAMES = ("default", "tool_use")  # the names that are used if there are several named templates
 DELIMITERS = ("\U000f1234", "\U000f4321", "\U00101234", "\U00104321")  # private characters; no text has all four
 NULL_CONTENT = object()  # a content that the template sees as null. None itself is left out, as in transformers
 PROBE = "A thought that no template has."
@@ -255,7 +255,7 @@ class ChatTemplate:
             messages: The conversation.
             tools: Tools that it lists.
             add_generation_prompt: Whether the text ends with the beginning of a reply.
-            variables: Variables of this conversation, in addition to those of all.
+            variables: Variables for this conversation, in addition to `self.variables`.
 
         Raises:
             UserError: If the template refuses the conversation, with the template's own message and line.
@@ -273,8 +273,8 @@ class ChatTemplate:
     def render_marked(self, messages: Messages, tools: Tools | None = None) -> MarkedText:
         """Render a conversation, and find the characters of each message.
 
-        A message's characters are those that are written in its round of a loop over the messages. They are not known
-        if no loop writes the message, if several do, or if the marks would change the text.
+        A message's characters are the text that its round of a loop over the messages writes. They are not known if no
+        loop or several loops write the message, or if the marks would change the text.
 
         Raises:
             UserError: If the template refuses the conversation.

@@ -156,7 +156,7 @@ def _read_listed_json(text: str, parameters: Parameters) -> list[ToolCall]:
     return calls
 
 
-# The reader of each form. The names are those that messages use.
+# The reader of each form, by the form's name in messages.
 CALL_READERS: Mapping[str, Callable[[str, Parameters], list[ToolCall]]] = MappingProxyType(
     {
         "<tool_call>{JSON}</tool_call> (Hermes, Qwen)": _read_tagged_json,

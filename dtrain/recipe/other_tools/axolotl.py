@@ -1,7 +1,7 @@
 """Files of axolotl.
 
 Compared with axolotl/utils/schemas, axolotl/core/builders, axolotl/utils/config and axolotl/prompters.py of axolotl
-0.19. axolotl trains with TRL's and transformers' trainers, whose defaults hold where it has none of its own.
+0.19. axolotl trains with TRL's and transformers' trainers, and uses their defaults for settings without its own.
 """
 
 from collections.abc import Mapping

@@ -93,7 +93,7 @@ class Draft:
         tool: The tool that the file is written for. None if no key indicates one.
         file: The file's values by dotted key. Lists are not flattened.
         keys: The keys of dtrain's recipes.
-        typed_method: The method that the user typed behind the file's name, or None.
+        typed_method: The method that the user typed on the command line, after the file's name, or None.
         method: The recipe's method, as far as it is known.
         values: The recipe's values by dotted key.
         comments: Comments on some of the recipe's values, by dotted key.
@@ -439,7 +439,7 @@ class Draft:
                 self.set(key, fitted, f"{self.version}'s default")
 
     def _position(self, key: str) -> int:
-        """Return the position of a key in docs/recipe.md, for a section that of its first key."""
+        """Return the position of a key in docs/recipe.md. A section has the position of its first key."""
         for position, name in enumerate(self.keys.names):
             if f"{name}.".startswith(f"{key}."):
                 return position
@@ -522,7 +522,7 @@ def _is_unset(value: Any) -> bool:
 
 
 def _overlaps(key: str, other: str) -> bool:
-    """Check whether two dotted keys are the same, or one is a section that holds the other."""
+    """Check whether two dotted keys are the same, or one is a section that contains the other."""
     return f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}.")
 
 
@@ -536,7 +536,7 @@ def _shown(value: Any) -> str:
 
 @dataclass
 class Dataset:
-    """One data set of a file, with dtrain's names for its options. A value of None was not given."""
+    """One data set of a file, with dtrain's names for its options. None: the file does not set the option."""
 
     path: str | list[str]
     split: str | None = None
@@ -603,7 +603,12 @@ def put_split(draft: Draft, value: Any, source: str) -> str | None:
 
 
 def put_chat_template(draft: Draft, source: str) -> None:
-    """Write a chat template that the file gives as a file's path, as text, or by a name of the tool's own."""
+    """Write a chat template that is the path of a file. A template as text, or by a tool's own name, is listed as lost.
+
+    Args:
+        draft: The draft.
+        source: The file's key of the template.
+    """
     value = draft.take(source)
     if value in (None, "tokenizer_default", "default"):  # the model's own
         return

@@ -125,7 +125,7 @@ def convert_precision(draft: Draft) -> None:
 
 
 def convert_optimizer(draft: Draft) -> None:
-    """Write the two betas, each of which may be given without the other."""
+    """Write Adam's two betas. A beta that the file does not set has the tool's default."""
     first = draft.take_number("adam_beta1", default=None)
     second = draft.take_number("adam_beta2", default=None)
     if first is not None or second is not None:
@@ -187,7 +187,14 @@ def convert_schedule(draft: Draft, *, rounding: Literal["up", "axolotl"]) -> Non
 
 
 def _convert_warmup_share(draft: Draft, share: float, is_given: bool, rounding: str) -> None:
-    """Write a warm-up that is a share of the steps: their number, if the file gives the steps."""
+    """Write a warm-up that is a share of the steps. If the file sets the number of steps, warm-up steps are written.
+
+    Args:
+        draft: The draft.
+        share: The share.
+        is_given: Whether the file sets the share. Otherwise it is the tool's default.
+        rounding: As in `convert_schedule`.
+    """
     tool = draft.tool.name if draft.tool else ""
     steps = draft.values.get("train.steps")
     if steps is None:
@@ -208,7 +215,10 @@ def _convert_warmup_share(draft: Draft, share: float, is_given: bool, rounding: 
 
 
 def _convert_lowest_rate(draft: Draft) -> None:
-    """Write the learning rate, and where the schedule ends, given as a rate or as a share of the learning rate."""
+    """Write the learning rate, and the final learning rate as a share of it.
+
+    The file may set the final learning rate as a rate, or as a share.
+    """
     draft.rename({"learning_rate": "optimizer.lr"})
     rate = draft.effective("optimizer.lr")
     ratio = draft.take_number("lr_scheduler_kwargs.min_lr_rate", "cosine_min_lr_ratio", default=None)

@@ -524,7 +524,12 @@ def _convert_rewards(draft: Draft) -> None:
 
 
 def _convert_model(draft: Draft, place: str) -> None:
-    """Write the model and its adapter. Weights are float32 there unless fsdp_config.model_dtype says otherwise."""
+    """Write the model and its adapter, and the dtype of trained weights, which is float32 by default in verl.
+
+    Args:
+        draft: The draft.
+        place: The file's section of the model.
+    """
     draft.rename({f"{place}.path": "model.path"})
     checkpoints = draft.take(f"{place}.enable_gradient_checkpointing")
     if checkpoints is not None:
