@@ -303,7 +303,12 @@ def _short_ids(reader: "ImageReader", ids: Sequence[int], records: "Sequence[Ima
 
 
 def _data_uri(data: bytes) -> str:
-    """Return the bytes of an image file as a data URI."""
+    """Return the bytes of an image file as a data URI. Unknown file types are declared as PNG.
+
+    Example:
+        >>> _data_uri(b"GIF89a")
+        'data:image/gif;base64,R0lGODlh'
+    """
     kind = "png"
     for first_bytes, type_name in _MIME_TYPES.items():
         if data.startswith(first_bytes):

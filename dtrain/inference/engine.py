@@ -10,11 +10,12 @@ and 4 requests, of which A1 and A2 are two samples of the same prompt A:
     step 3    admit C          read the prompt C, and sample its first token
                                decode one token of A1, B and C
 
-On CUDA, reading sampled tokens waits for the device. So the host reads them only every 16 steps, and a row may compute
-tokens beyond its end, which are dropped. A completion does not depend on the other requests, except for rounding.
+On CUDA, the host must wait for the device to read sampled tokens, so it reads them only every 16 steps. A row may
+therefore compute tokens beyond its end, which are dropped. A completion does not depend on the other requests, except
+for rounding.
 
-`score_prompts` and `classify_rows` need only one forward and sample nothing. They return the log-probabilities of the
-tokens of prompts, and the outputs of a classifier.
+`score_prompts` returns log-probabilities of prompt tokens, and `classify_rows` the outputs of a classifier. Both run
+one forward for each batch and sample nothing.
 """
 
 import math
@@ -691,7 +692,12 @@ def classify_rows(model: CausalLM, rows: Sequence[Sequence[int]], together: int)
 
 
 def _last_index(ids: Sequence[int], pad: int | None) -> int:
-    """Return the index of the last token that is not `pad`, or 0 if all are."""
+    """Return the index of the last token that is not `pad`, or 0 if all tokens are.
+
+    Example:
+        >>> _last_index([5, 6, 0, 0], pad=0), _last_index([0, 0], pad=0)
+        (1, 0)
+    """
     last = 0
     for index, token in enumerate(ids):
         if token != pad:

@@ -81,7 +81,11 @@ def build_images(streams: Mapping[str, Tensor], pixels: Tensor, grids: Sequence[
 
 
 def rotary_shift(images: Images) -> int:
-    """Return the rotary position of the token after a prompt, minus the prompt's length."""
+    """Return the rotary position of the token after a prompt, minus the prompt's length.
+
+    In models with three rotary axes an image advances the position by the larger side of its grid, not by its number of
+    tokens. For example, a prompt of 20 tokens that ends at position 11 has a shift of 12 - 20 = -8.
+    """
     if images.rotary_ids is None:
         return 0
     return int(images.rotary_ids.max()) + 1 - images.rotary_ids.shape[1]

@@ -101,7 +101,12 @@ def slot_size(length: int) -> int:
 
 
 def power_of_two(count: int) -> int:
-    """Return the smallest power of two that is at least `count`."""
+    """Return the smallest power of two that is at least `count`.
+
+    Example:
+        >>> [power_of_two(count) for count in (1, 3, 4, 5)]
+        [1, 4, 4, 8]
+    """
     return 1 << (count - 1).bit_length()
 
 

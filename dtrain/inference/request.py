@@ -93,8 +93,8 @@ class RolloutEngine(Protocol):
     """Engine that samples completions with the policy's present weights.
 
     Attributes:
-        is_remote: Whether servers sample. They need a request's images as `image_prompt`, and may sample requests ahead
-            of time (`prefetch`).
+        is_remote: Whether servers sample. A remote engine needs the images of a request as `image_prompt`, and may
+            sample requests ahead of time (`prefetch`).
     """
 
     is_remote: bool = False

@@ -224,8 +224,8 @@ class VarlenDecode(Decode):
             capacity = prompts.pool.capacity
             longest = max(2, prompts.longest * rep)
             ends = torch.arange(len(prompts.used) + 1, dtype=torch.int32, device=self._device)
-            # A fixed step is padded with empty segments. They may be more than the allocated slots, so their boundaries
-            # are clamped to the end of the memory, which leaves them without keys.
+            # A fixed step is padded with empty segments. There may be more segments than allocated slots, so boundaries
+            # are clamped to the end of the memory, which leaves the empty segments without keys.
             ends = ends.clamp(max=len(prompts.pool.tensors()[0])) * capacity
             self._segments[key] = VarlenSegments(prompts.ends * rep, ends, prompts.used, longest, capacity)
         return self._segments[key]

@@ -1,4 +1,4 @@
-"""The rendezvous of ranks that torchrun, SLURM or a job of pods started. It comes before any process group.
+"""The rendezvous of ranks that torchrun, SLURM or a job of pods started, before any process group exists.
 
 Each rank reports the problem that it found, if any, so that a mistake on one host is shown on all of them, and the
 others do not wait. The ranks communicate through torch's key-value store:

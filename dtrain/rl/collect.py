@@ -131,8 +131,8 @@ class PromptRow:
         """Return the keyword arguments of a `Request` for the images of this prompt.
 
         Args:
-            is_remote: Whether a server samples the completion. It gets the image files; the native engine gets decoded
-                images.
+            is_remote: Whether a server samples the completion. A server gets the image files, and the native engine
+                decoded images.
 
         Raises:
             UserError: If an image cannot be read.

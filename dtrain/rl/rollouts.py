@@ -451,6 +451,7 @@ class Rollouts(BatchSource):
         total = len(self.buffer)
         steps_per_pass = -(-total // self.batch_size)
         pass_number, step_in_pass = divmod(self.position.done, steps_per_pass)
+        # The order of a pass depends only on the seed, the rollout and the pass, so that a resumed run continues it.
         order = torch.arange(total)
         if self.shuffles:
             seed = random_key("minibatch", self.recipe.run.seed, self.position.rollout, pass_number)

@@ -1,8 +1,8 @@
 """Routed experts on the wire: which experts an engine's router chose for each token.
 
 A server sends an array [tokens, layers, k] for prompt and completion together, for example experts 3 and 7 of 8 for one
-token in each of two layers, [[[3, 7], [0, 5]], ...]. It has no row for the completion's last token, which no forward
-pass has read, though some servers send one. The forms are
+token in each of two layers, [[[3, 7], [0, 5]], ...]. No forward has read the completion's last token, so the array has
+no row for that token, though some servers send one. The formats are
 
     vLLM              a NumPy file (.npy) in base64
     vLLM 0.21         the same, prompt and completion apart, as lists

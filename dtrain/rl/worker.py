@@ -41,9 +41,9 @@ class WorkerLost(Exception):
 
 
 class Worker:
-    """A process that has loaded user code. It is replaced after it was lost.
+    """A process that has loaded user code. A lost process is replaced by another one.
 
-    Only one thread may use it, except for `close`.
+    Only one thread may use an object, except for `close`.
 
     Args:
         service: A class, "module:Class". The process calls its methods.
@@ -199,8 +199,8 @@ class Worker:
 def _spawn(service: str, channel: int) -> subprocess.Popen[bytes]:
     """Start a process that serves calls of `service` on the socket `channel`.
 
-    The user's code prints to standard error and reads an empty standard input. It sees no CUDA device, because the
-    run needs their memory, unless it sets CUDA_VISIBLE_DEVICES itself.
+    The user's code prints to standard error and reads an empty standard input. CUDA devices are hidden from it, because
+    the run needs their memory. The code can set CUDA_VISIBLE_DEVICES to see them.
     """
     module, name = service.split(":")
     code = "import json, os, sys; os.environ['CUDA_VISIBLE_DEVICES'] = ''; "

@@ -160,8 +160,8 @@ def chat(arguments: Namespace) -> None:
         arguments: Arguments of the command.
     """
     device = choose_device(arguments.device)
-    # The vision tower is loaded at the start: at the first image the model may have adapters, which could not be added
-    # to it any more. It is small compared to the text model.
+    # The vision tower is loaded now and not at the first image, because the model may have an adapter by then, which
+    # could not be added to the tower any more. The tower is small compared to the text model.
     has_images = image_problem(arguments.directory) is None
     loaded = load(arguments.directory, choose_dtype(arguments.dtype, device), device, vision=has_images)
     model, tokenizer = loaded

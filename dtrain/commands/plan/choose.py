@@ -113,7 +113,7 @@ def chosen_plan(recipe: Any, world_size: int, hardware: Hardware, budget: int | 
 
 
 class _Search:
-    """The search for a combination that fits and is fast.
+    """Search for a combination of settings that fits and is fast (the method is in the module's docstring).
 
     Attributes:
         budget: Bytes of a device that a choice may use.

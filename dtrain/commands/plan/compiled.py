@@ -1,7 +1,7 @@
 """Compiled regions of layers (`memory.compilation`): what the compiler would move and keep, counted on uncompiled code.
 
-Bytes moved. A compiler fuses the operations between two matrix products into kernels, which read their inputs and write
-only what others need. So within one call of a region, bytes are counted for a tensor
+Bytes moved. A compiler fuses the operations between two matrix products into kernels. A kernel reads its inputs once,
+and writes only results that other kernels need. Within one call of a region, bytes are therefore counted for a tensor
 
 - once when a fused operation reads it, if no other fused operation of the same call has made it: it is an input of the
   region, a tensor saved for the backward, or the result of a product;
@@ -177,7 +177,7 @@ class Sources:
             self._kept[number] = kept.detach()
 
     def pack(self, tensor: Tensor) -> Any:
-        """Return what autograd saves for a tensor, [...]: the tensor itself, or a description of its recomputation."""
+        """Pack a tensor, [...], for autograd: return the tensor itself, or a description of its recomputation."""
         number = self._numbers.get(storage_key(tensor)) if type(tensor) is Tensor else None
         if number is None or number in self._kept:  # None: a parameter
             return tensor

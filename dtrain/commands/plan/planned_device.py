@@ -14,11 +14,11 @@ contain NaN. FSDP must be set up before, because it would open streams on the de
 replaced by the device's kernels: torch's choice for meta tensors would allocate scores [B, H, S, S], while the kernels
 keep q, k, v, the output and its log-sum-exp [B, H, S] for the backward.
 
-`MetaKernels` is a dispatch mode that does what meta tensors cannot. A collective leaves its output as it is. A value
-that the host reads from a tensor is one, or True, so that a step takes the path of a finite gradient norm. Collectives
-of host tensors are those of the fake process group, in which every rank has the tensors of this one. torch's kernels
-for meta tensors are slow, and a step has few operations that differ in their shapes. So each is computed by torch once,
-and the shapes of its results are remembered.
+`MetaKernels` is a dispatch mode for operations that meta tensors do not support. A collective does not change its
+output. A value that the host reads from a tensor is 1 or True, so that a step takes the path of a finite gradient norm.
+Collectives of host tensors run on the fake process group, in which every rank has the same tensors as this one. torch's
+kernels for meta tensors are slow, and a step repeats few different operations and shapes. Each of them is computed by
+torch once, and the shapes of its results are cached.
 """
 
 import weakref

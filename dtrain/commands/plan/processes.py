@@ -22,9 +22,9 @@ Result = TypeVar("Result")
 
 
 class Child(Generic[Result]):
-    """A forked process that runs a function. It ends with its context, or with this process.
+    """A forked process that runs a function. The process ends with the `with` block, or with this process.
 
-    The process sees no CUDA device.
+    CUDA devices are hidden from the process.
 
     Args:
         call: The function. Its result must be picklable.

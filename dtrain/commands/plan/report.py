@@ -329,7 +329,7 @@ def _time(plan: Plan, step_time: float | None) -> str:
 
 
 def _sizes_as_json(plan: Plan) -> dict[str, Any]:
-    """Return the sizes of the mesh and the batch. `is_open`: whether the global batch is an upper bound."""
+    """Return the sizes of the mesh and the batch. The entry "is_open" says whether the batch is an upper bound."""
     sizes = asdict(plan.spec.sizes)
     sizes["is_open"] = sizes.pop("is_upper_bound")  # the name that readers of the JSON know
     return sizes

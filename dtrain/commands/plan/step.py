@@ -290,7 +290,8 @@ def _extrapolate_micro_batches(trace: Trace, sizes: Sizes) -> Step:
         total += Counter({("messages", stop_flag): 1, ("bytes", stop_flag): _STOP_FLAG_BYTES})
     step_sizes = Counter(trace.sizes)
     step_sizes["offloaded_bytes"] *= num_passes
-    # A planned CPU also holds the tensors that stand for the rows of a micro-batch, which a real one does not.
+    # On a planned CPU, the rows of one micro-batch are counted twice: as meta tensors in the trace, and among the
+    # host's rows. They are subtracted once.
     all_rows = step_sizes.pop("rows", 0) * num_passes // trace.micro_batches
     rows = max(0, all_rows - step_sizes.pop("micro rows", 0))
     peak_phase, peak = max(trace.peaks.items(), key=lambda entry: entry[1].total())

@@ -99,11 +99,11 @@ class Collective(NamedTuple):
 
 
 class CollectiveReader:
-    """Recognizes collectives among the operations that torch dispatches.
+    """Finds the collectives among the operations that torch dispatches, and their dimensions of the mesh.
 
-    Several dimensions of a mesh may have the same ranks, and so the same group. Then the kind of the operation tells
-    them apart: collectives of FSDP write into a given tensor, those of cp return a new one. tp always has ranks of its
-    own, if it has several.
+    Several dimensions of a mesh may have the same ranks, and so the same process group. The operation then identifies
+    the dimension: collectives of FSDP write into a given tensor, and those of cp return a new tensor. A tp group of
+    several ranks never has the same ranks as another group.
 
     Args:
         mesh: The mesh.
@@ -144,6 +144,14 @@ class CollectiveReader:
         return Collective(dimension, kind, group.size(), on_host), size
 
     def _dimension(self, group: str, is_in_place: bool, kind: str, in_pass: bool) -> str:
+        """Return the dimension of the mesh over which a collective runs. "all" if it is outside the model.
+
+        Args:
+            group: Name of the process group.
+            is_in_place: Whether the collective writes into a given tensor. Functional ones return a new tensor.
+            kind: Kind of collective.
+            in_pass: Whether it is inside a pass through the model.
+        """
         if group == self._tp:
             return "tp"
         if group == self._ep and kind == "all-to-all":

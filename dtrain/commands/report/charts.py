@@ -178,7 +178,12 @@ def thinned(steps: Sequence[float], values: Sequence[float | None]) -> tuple[lis
 
 
 def _kept_in_bucket(values: Sequence[float | None], start: int, end: int) -> list[int]:
-    """Return the indices of the smallest value, the largest value and the first gap of a bucket, in order."""
+    """Return the indices of the smallest value, the largest value and the first gap of a bucket, in order.
+
+    Example:
+        >>> _kept_in_bucket([0.5, 0.9, None, 0.2, 0.4], 0, 5)
+        [1, 2, 3]
+    """
     finite = []
     gap_starts = []
     for index in range(start, end):

@@ -59,7 +59,11 @@ class LiveReport:
             return json.dumps({"seen": self._mark, "data": data, "html": html})
 
     def _look(self) -> tuple[dict[str, Any], dict[str, str]]:
-        """Return the content of the page, from files that were read recently."""
+        """Return the content of the page. Reads the runs again only after a rest since the last read.
+
+        Returns:
+            The data and the HTML of `page_state`.
+        """
         began = time.monotonic()
         if self._state is not None and began < self._rests_until:
             return self._state

@@ -18,7 +18,7 @@ LONGEST = 1500  # maximum characters of an answer or a prompt
 GROUP = 16  # maximum completions of a group
 READ = 5000  # maximum completions of a rollout that are read
 
-MAX_BOXES = 4  # boxes drawn for a dimension of the mesh that has more than MAX_BOXES + 1
+MAX_BOXES = 4  # number of boxes drawn for a dimension of the mesh, if the dimension has more than MAX_BOXES + 1 ranks
 WORDS = {
     "dp_replicate": "copies of the sharded model (HSDP), a frame each",
     "dp_shard": "data-parallel ranks that share out the weights (FSDP2), a row each",
@@ -184,7 +184,12 @@ def key_of(chart: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _spread(steps: Sequence[int], max_steps: int) -> list[int]:
-    """Return at most `max_steps` of the steps, evenly spaced, including the first and the last."""
+    """Return at most `max_steps` of the steps, evenly spaced, including the first and the last.
+
+    Example:
+        >>> _spread([10, 20, 30, 40, 50, 60], 3)
+        [10, 30, 60]
+    """
     if len(steps) <= max_steps:
         return list(steps)
     indices = [round(number * (len(steps) - 1) / (max_steps - 1)) for number in range(max_steps)]

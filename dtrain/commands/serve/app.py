@@ -3,8 +3,8 @@
 The functions of routes.py block, so they run on Starlette's threads. Completions block no thread: the engine's thread
 passes their tokens to the event loop.
 
-No CORS header is sent, and a body must be declared as JSON. So a browser neither sends requests on behalf of a page of
-another origin nor shows it the responses.
+No CORS header is sent, and a body must be declared as JSON. For pages of another origin, a browser then neither sends
+requests with a body nor shows the responses.
 """
 
 import asyncio

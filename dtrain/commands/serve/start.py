@@ -122,7 +122,7 @@ class DirectoryWatcher:
 
 
 class _Prepared(NamedTuple):
-    """A service, and what is printed about it.
+    """A service that is ready to start, with texts for the line that announces it.
 
     Attributes:
         service: The service.

@@ -1,4 +1,4 @@
-"""New weights and adapters for a model that is served. They are loaded between two decoding steps.
+"""Updates of the weights and the adapter of a served model, which are loaded between two decoding steps.
 
 Weights come from a directory or from a trainer's broadcast. The routes are SGLang's
 (docs/advanced_features/sglang_for_rl.md): update_weights_from_disk, init_weights_update_group,

@@ -118,7 +118,18 @@ class Observations:
         return ids
 
     def _text_after_reply(self, replies: Replies, messages: Sequence[dict[str, Any]]) -> str:
-        """Return what the template writes after a reply that `messages` follow, generation prompt included."""
+        """Return the text that the template writes after a reply, for the messages that follow the reply.
+
+        Args:
+            replies: Renders conversations with a placeholder reply.
+            messages: The messages.
+
+        Returns:
+            The end of the reply's turn, the messages, and the generation prompt.
+
+        Raises:
+            UserError: If the template writes nothing after a reply.
+        """
         if self._calls is not None and messages[0]["role"] == "tool":
             return self._calls.text_after_call(messages)
         reply = {"role": "assistant", "content": REPLY}

@@ -123,7 +123,7 @@ class Toolbox:
         return self._cut(ERROR_PREFIX + reason)
 
     def _call_problem(self, call: ToolCall) -> str | None:
-        """Return what is wrong with a call, for the model. None if the call can be made."""
+        """Return the problem of a call, as a message for the model. None if the call can be made."""
         if call.problem is not None:
             return call.problem
         if call.name not in self.parameters:
@@ -145,7 +145,7 @@ class Toolbox:
 
 
 class ToolUse:
-    """Environment of one completion. It gives no rewards, and is done after a completion without a call.
+    """Environment of one completion. Steps have no rewards. The episode ends after a completion without a call.
 
     Attributes:
         done: Whether the last completion had no call.
@@ -158,6 +158,7 @@ class ToolUse:
         self._calls: list[ToolCall] = []  # of the last completion
 
     def step(self, completion: str) -> None:
+        """Read the tool calls in a completion. `observe` makes them."""
         self._calls = self._box.calls(completion)
         self.done = not self._calls
 

@@ -92,6 +92,7 @@ class ScoredTask:
         self._task, self._specials, self._loop = task, specials, loop
 
     def step(self, completion: str) -> float:
+        """Score the completion by the task's rewards, and return their total. The episode is then done."""
         import verifiers.v1 as vf
 
         for special in self._specials:
@@ -324,6 +325,7 @@ class RolloutEnvironment:
         self._channel.task.cancel()
 
     def step(self, completion: str) -> float | None:
+        """Pass a turn to the rollout. Return the rollout's reward if it has ended, otherwise None."""
         reply = self._to_reply(completion, self._num_calls)
         self._num_calls += len(reply.get("tool_calls", []))
         self._messages.append(reply)
@@ -357,7 +359,13 @@ class RolloutEnvironment:
         return new
 
     def end(self) -> float | None:
-        """End the rollout, because there is no room for another turn, as the library does for a long prompt."""
+        """End the rollout because there is no room for another turn, and return its reward.
+
+        The rollout gets the error that the library itself raises for a prompt that is too long.
+
+        Raises:
+            UserError: If the rollout requests another completion instead of ending.
+        """
         import verifiers as vf
 
         self._channel.fail(vf.OverlongPromptError("there is no room for another turn"))
@@ -366,7 +374,11 @@ class RolloutEnvironment:
         return self._read_reward()
 
     def _read_reward(self) -> float | None:
-        """Return the reward of the rollout, which has ended. Raises its error, if it failed."""
+        """Return the reward of the ended rollout, and set `metrics`.
+
+        Raises:
+            RuntimeError: If the rollout failed.
+        """
         result = self._channel.task.result()
         if result.get("error"):
             raise RuntimeError(f"the rollout failed: {result['error']}")

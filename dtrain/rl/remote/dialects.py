@@ -464,7 +464,7 @@ def vllm_sampling_fields(requests: Sequence[Request]) -> dict[str, Any]:
 
 
 def build_completion(ids: list[int], logprobs: list[float], finish: Any, version: int | None) -> Completion:
-    """Check what a server sent and make a completion of it.
+    """Build a completion from the fields of a server's answer, after checking them.
 
     Args:
         ids: Token ids, [s].

@@ -396,7 +396,7 @@ class HttpEngine:
         while True:
             chosen = self._choose_server(tries)
             server, version, adapter = chosen.server, chosen.version, chosen.adapter
-            # If another server could be asked after this one, half of the remaining time is left for it.
+            # If this server does not answer, another one should still have time: each gets half of what remains.
             seconds = tries.seconds / 2 if chosen.has_others else tries.seconds
             try:
                 completions = self._request_completions(server, adapter, requests, seconds)

@@ -655,8 +655,9 @@ def newest_complete_step(shared: Path) -> tuple[int, Path] | None:
 def prune_steps(shared: Path, current: int, keep: int) -> None:
     """Delete all complete step-N except `current` and the newest before it, `keep` in all.
 
-    Steps after `current` are deleted, too: the run was resumed from an earlier step. Markers are deleted first, so
-    that nobody reads half of a directory.
+    For example, with steps 2, 4, 6 and 8, `current=6` and `keep=2`, the steps 4 and 6 are kept. Steps after `current`
+    exist if the run was resumed from an earlier step. A step's marker is deleted first, so that nobody reads half of a
+    directory.
     """
     complete = _complete_steps(shared)
     kept = sorted(version for version in complete if version <= current)[-keep:]

@@ -59,7 +59,7 @@ class Signature:
 
 @dataclass(frozen=True)
 class RewardKeys:
-    """Names of the settings of rewards in messages. They are GRPO's keys by default.
+    """Names of the settings of rewards, for messages. The defaults are the recipe keys of GRPO.
 
     Attributes:
         rewards: The list of rewards.
@@ -146,7 +146,7 @@ def missing_column_problem(
         constructor = _signature(init) or Signature([])
         node = call
     signature = _signature(node)
-    if signature is None:  # the source does not tell
+    if signature is None:  # the source is not enough
         try:
             constructor, signature = _import_signatures(name, module, function, keys)
         except (UserError, WorkerLost) as error:
@@ -359,7 +359,7 @@ def _method(node: ast.ClassDef, name: str) -> ast.AST | None:
 
 
 def _signature(node: ast.AST | None) -> Signature | None:
-    """Return the signature of a function's definition. None if the source does not tell.
+    """Return the signature of a function's definition. None if it cannot be read from the source.
 
     Python itself reads the parameters: they are compiled as those of a lambda, with None for all defaults and without
     annotations, so nothing of the source is run.
@@ -387,7 +387,7 @@ def read_signature(path: str, function: Any, skip: int = 0) -> Signature:
         skip: Number of parameters to leave out at the beginning, such as `self`.
 
     Raises:
-        UserError: If Python cannot tell the signature, as for some functions in C.
+        UserError: If Python does not know the signature, as for some functions in C.
 
     Example:
         >>> read_signature("short", lambda completions, answer, scale=1.0: None)

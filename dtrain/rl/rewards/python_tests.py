@@ -196,10 +196,11 @@ def _has_literal(condition: ast.expr) -> bool:
 
 
 def _evaluate(node: ast.expr, values: Mapping[str, Any]) -> Any:
-    """Return the value of a condition. It consists only of what `_condition` and `_operand` build.
+    """Return the value of a condition.
 
     Args:
-        node: The condition or a part of it.
+        node: The condition or a part of it. It consists only of nodes that `_condition` and `_operand` build, so no
+            code of the model is evaluated here.
         values: Name -> the value that the sandbox reported.
     """
     match node:

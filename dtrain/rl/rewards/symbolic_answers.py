@@ -69,7 +69,7 @@ class MathVerify:
 
 
 def is_equivalent(text: str, accepted: Sequence[str]) -> bool:
-    """Return whether the answer in a text equals one of the accepted ones. There is no time limit."""
+    """Return whether the answer in a text equals one of the accepted answers. Sets no time limit."""
     from math_verify import parse, verify
 
     if "####" in text and "\\boxed" not in text:
@@ -100,7 +100,8 @@ def _new_pool() -> "ProcessPool":
 
     from pebble import ProcessPool
 
-    # A server without threads forks the processes, because this process may have threads. It has sympy loaded.
+    # This process may have threads, and a fork of a process with threads can deadlock. So a fork server without threads
+    # makes the processes. The server has imported sympy already.
     context = get_context("forkserver")
     context.set_forkserver_preload(["math_verify", __name__])
     count = min(os.cpu_count() or 1, MAX_PROCESSES)
