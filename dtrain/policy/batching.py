@@ -52,7 +52,7 @@ class StreamSpec:
     Attributes:
         dtype: Its dtype.
         shape: Its shape without the first dimension: (S, ..) for a value per token.
-        row_length: S, the length of the rows on this rank.
+        row_length: S, the length of the rows on this rank. -1 if the stream has a value per row in any case.
     """
 
     dtype: torch.dtype
@@ -65,7 +65,7 @@ class StreamSpec:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Key that is equal on two ranks if their streams can be parts of one.
+        """Key for a comparison of ranks: it is equal if the ranks' streams can be parts of one global stream.
 
         The length of rows may differ between ranks, so it is not part of the key.
         """
@@ -75,7 +75,7 @@ class StreamSpec:
 
 
 class RankStreams(NamedTuple):
-    """Report of one dp rank about its rows, which the ranks exchange if they do not agree.
+    """Description of one dp rank's rows. The ranks exchange these descriptions if their streams differ.
 
     Attributes:
         problem: Error of this rank's own batch, or None.
@@ -200,8 +200,11 @@ def check_batch(batch: Mapping[str, Any], dp: DeviceMesh, vocab_size: int) -> Ch
 
 
 def _match_streams(full: Batch, specs: Mapping[str, StreamSpec], num_rows: int) -> None:
-    """Give `full` exactly the streams of `specs`, with pad values on padding. A rank without rows gets empty ones."""
-    # Only a rank without rows can have a stream that the others lack: an optional one, filled in by `complete`.
+    """Bring `full` to exactly the streams of `specs`, in place, and set padding to the streams' pad values.
+
+    A rank without rows gets empty streams.
+    """
+    # Only a rank without rows can have a stream that the others lack: an optional one, added by `complete_batch`.
     for name in full.keys() - specs.keys() - set(ROW_STREAMS):
         del full[name]
     padding = full["seq_ids"] == PADDING_SEQ_ID  # [n, S]
@@ -276,7 +279,8 @@ def _resolve(ranks: list[RankStreams]) -> tuple[str | None, dict[str, StreamSpec
         if all(spec.key == first.key for spec in by_rank.values()):
             agreed[name] = first
         elif all((spec.dtype, spec.shape) == (first.dtype, first.shape) for spec in by_rank.values()):
-            # One vector per row, which is as long as the rows of some ranks by chance: no rank has a value per token.
+            # On some ranks the rows are, by chance, as long as a vector per row. The shape is the same on ranks whose
+            # rows have another length, so the stream has no value per token: -1 is never equal to a size.
             agreed[name] = StreamSpec(first.dtype, first.shape, -1)
         else:
             shapes = [f"[n, {str(spec.shape)[1:-1]}] {spec.dtype} on dp rank {rank}" for rank, spec in by_rank.items()]
@@ -319,7 +323,7 @@ class DynamicShapes:
             the rejected answer of a preference pair.
 
     Example:
-        Row 0 with 5 tokens is alone. Rows 2 and 1 need 2 × 3 = 6 tokens.
+        Row 0 with 5 tokens has no room for another row. Rows 2 and 1 need 2 × 3 = 6 tokens with padding.
 
         >>> DynamicShapes(tokens=6).plan([5, 2, 3])
         [[0], [2, 1]]
@@ -454,7 +458,7 @@ class MicroBatch(dict[str, Tensor]):
 
     Attributes:
         per_row: Names of the streams that have a value for each row, [n, ..]. The others are [n, S, ..].
-        images: Images of the rows, or None. `image_features` numbers their features through all rows.
+        images: Images of the rows, or None. The stream `image_features` counts features over all rows.
     """
 
     def __init__(self, streams: Mapping[str, Tensor], per_row: Collection[str] = (), images: RowImages | None = None):
@@ -546,7 +550,7 @@ def merge_micro_batch_values(
     """Put values per token of micro-batches into the order and shape of the batch.
 
     Args:
-        values: A tensor [b, s, ..] for each micro-batch, in the order of `plan`. Further ones belong to padding.
+        values: A tensor [b, s, ..] for each micro-batch, in the order of `plan`. Tensors beyond `plan` are of padding.
         batch: The batch, [n, S].
         plan: Indices of the rows of each micro-batch.
         is_packed: Whether the micro-batches are packed.
@@ -581,7 +585,12 @@ def _join_rows(batch: Batch) -> Batch:
 
 
 def _renumber_features(features: Tensor) -> Tensor:
-    """Turn numbers of image features within each row, [n, S], into numbers through all rows; -1 means no feature."""
+    """Renumber image features, [n, S], from a count within each row to a count over all rows. -1 means no feature.
+
+    >>> _renumber_features(torch.tensor([[0, 1, -1], [-1, 0, 1]]))
+    tensor([[ 0,  1, -1],
+            [-1,  2,  3]])
+    """
     counts = (features >= 0).sum(1)
     first = counts.cumsum(0) - counts
     return torch.where(features >= 0, features + first[:, None], features)

@@ -8,12 +8,12 @@ The parts are applied in this order. No other order works:
 3. The attention kernel, with the exchange of keys under context parallel. If a kernel gathers keys, keys are projected
    before queries, so that the exchange overlaps with the projection of queries.
 4. `torch.compile` of the parts of each layer before and after attention. Selective activation checkpointing is inside
-   of what is compiled, kernels and hooks are not.
-5. Tiles around the compiled parts, or else activation checkpointing around everything that a layer computes, its
-   collectives included. Then the offload of saved activations to the host, around that.
-6. FSDP, which shards whatever parameters it finds.
-7. Memory for this rank's shards, and their values: read slice by slice from files, or random numbers that depend on the
-   logical position in the full tensor. Either way a model has the same weights on every mesh.
+   of the compiled parts. Kernels and hooks are outside of them.
+5. Tiles around the compiled parts, or else activation checkpointing around the full layer with its collectives. The
+   offload of saved activations to the host comes around that.
+6. FSDP, which shards the parameters that exist by now: those of the model, of the adapters and of tensor parallel.
+7. Memory for this rank's shards, and their values. The values are read slice by slice from files, or are random numbers
+   that depend on the position in the full tensor. So a model has the same weights on every mesh.
 
 `build_on_meta` does steps 1 to 6, `build_model` all of them. A plan needs only the first six.
 """
@@ -73,7 +73,7 @@ def build_model(
         mesh: The mesh.
         precision: The dtypes of the model.
         device: Device of the model's parameters.
-        options: What the recipe does not say. None: the defaults.
+        options: Options for building that are not in a recipe. None uses the defaults.
 
     Collectives:
         Those of `build_on_meta`. Every rank of the mesh calls this.
@@ -90,7 +90,7 @@ def build_model(
 
 
 def _materialize(model: CausalLM, recipe: PolicyConfig, config: ModelConfig, device: torch.device) -> None:
-    """Give the parameters memory and values: those of the recipe's files, or random ones."""
+    """Give the parameters memory and values, which are read from the recipe's files or random."""
     model.to_empty(device="cpu" if offloads_parameters(recipe, device) else device)
     # Without FSDP, `to_empty` allocates each parameter by itself, which unties the head.
     model.tie_weights()
@@ -116,8 +116,8 @@ def build_on_meta(
 ) -> CausalLM:
     """Build the model of `build_model` on its mesh without values: the sharded parameters are on the meta device.
 
-    FSDP is left out if a single rank computes in the dtype of its masters. The results are the same bits, and no weight
-    is copied.
+    FSDP is left out if a single rank computes in the dtype of its masters. The results are the same bit by bit, and no
+    weight has to be copied.
 
     Args:
         recipe: The recipe.
@@ -125,7 +125,8 @@ def build_on_meta(
         mesh: The mesh.
         precision: The dtypes of the model.
         device: Device of the run.
-        options: What the recipe does not say. A kernel in it is combined with the recipe's exchange over cp.
+        options: Options for building that are not in a recipe. A kernel in `options` is combined with the recipe's
+            exchange over cp.
 
     Collectives:
         On CUDA in half precision, the ranks of cp agree on a kernel, unless `options` has one.
@@ -253,7 +254,7 @@ def choose_attention(
 ) -> Kernel:
     """Choose the attention kernel: `VarlenKernel` if it is selected and correct on every cp rank, otherwise SDPA.
 
-    "Correct" is tried out: the kernel computes a small example of each of the model's attention shapes on the device,
+    Correctness is tested: the kernel computes a small example for each of the model's attention shapes on the device,
     and the results are compared with those of plain PyTorch.
 
     Args:
@@ -337,7 +338,7 @@ def choose_delta(
     Arguments are those of `choose_attention`.
 
     Raises:
-        UserError: If it is not correct, and `model.linear_attention` demands it.
+        UserError: If flash-linear-attention cannot be imported or is not correct, and `model.linear_attention` is fla.
 
     Collectives:
         One all-gather of objects over `ranks`, if the kernel is selected.
@@ -349,11 +350,12 @@ def choose_delta(
     if sizes is None or selected == "torch" or (selected == "auto" and not is_supported):
         return DeltaChoice(None, "")
     if recipe.run.deterministic:
-        # Its kernels choose the sizes of their blocks, and so the order of their sums, by measured times.
+        # The kernels choose the sizes of their blocks by measured times, and with them the order of summation.
         return DeltaChoice(None, "run.deterministic: flash-linear-attention has no fixed order of sums")
     from dtrain.attention.linear import flash  # only on CUDA
 
-    rule = flash.installed_flash_delta()  # a text says why it cannot be imported
+    # The kernel, or a text with the reason why it cannot be imported.
+    rule = flash.installed_flash_delta()
 
     def check_on_this_rank() -> str | None:
         if isinstance(rule, str):
@@ -395,7 +397,7 @@ def max_masked_row_length(recipe: PolicyConfig, precision: Precision, device_typ
 def select_planned_kernel(recipe: PolicyConfig, precision: Precision, device_type: str, mesh: Mesh) -> Kernel:
     """Return the attention kernel of `choose_attention` for a plan of a model without values.
 
-    Nothing is tried out, because the planned device may be absent.
+    The kernel is not tested, because the planned device may be absent.
 
     Args:
         recipe: The recipe.
@@ -440,8 +442,8 @@ def select_trained_parameters(model: CausalLM, recipe: PolicyConfig, dtype: torc
         raise UserError(problem)
     model.adapters = add_adapters(model, config, recipe.run.seed)
 
-    # modules_to_save: modules next to the adapters that are trained fully. Files may join several modules to one, whose
-    # name is the one that a recipe uses (`ModelConfig.file_module`).
+    # `lora.modules_to_save` selects modules that are trained fully. A recipe uses the names of modules in files, which
+    # differ from the model's names where a file joins several modules (`ModelConfig.file_module`).
     all_modules = {name.rpartition(".")[0] for name, _ in model.named_parameters(remove_duplicate=False)}
     fully_trained = set()
     unquantized = set()  # names in files
@@ -529,7 +531,10 @@ def frozen_pattern_problems(section: Train, tower: "VisionTower", names: Collect
 
 
 def _freeze(model: nn.Module, frozen: Collection[nn.Parameter], dtype: torch.dtype) -> None:
-    """Replace parameters by copies in `dtype` that need no gradient. Those of full-precision modules stay float32."""
+    """Replace parameters by copies in `dtype` that need no gradient.
+
+    Copies in modules that need full precision, such as routers, are at least float32.
+    """
     full_precision = {
         parameter for module in full_precision_modules(model).values() for parameter in module.parameters()
     }

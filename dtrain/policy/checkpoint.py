@@ -5,7 +5,7 @@ are in the files at `model.path`. There are two exceptions, in which no such fil
 weights (`model.init=scratch`), and frozen weights that came from another checkpoint (`checkpoint.init_from`).
 `PolicyCheckpoint.saves_frozen` is True then.
 
-`save_models` and `load_models` put several policies into one step, for example an actor and its critic.
+`save_models` and `load_models` store several policies in one step, for example an actor and its critic.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -74,7 +74,7 @@ class PolicyCheckpoint:
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors of a checkpoint by name. No collective.
 
-        They are the trained parameters, their optimizer's state, and with `saves_frozen` the frozen parameters.
+        These are the trained parameters, the optimizer's state, and with `saves_frozen` the frozen parameters.
         """
         optimizer = None if self.updater is None else self.updater.optimizer
         return training_tensors(self._model, optimizer, frozen=self.saves_frozen)
@@ -126,9 +126,9 @@ class PolicyCheckpoint:
         prefix: str = "",
         keep_options: Collection[str] = (),
     ) -> Iterator[None]:
-        """Context in which the caller fills `tensors()` from a checkpoint.
+        """Prepare for a load inside of this context, in which the caller fills `tensors()` from a checkpoint.
 
-        The optimizer's state is allocated before. Schedule and loss scale are loaded afterwards.
+        The optimizer's state is allocated on entry. Schedule and loss scale are loaded on exit.
 
         Args:
             store: The checkpoints.
@@ -144,7 +144,7 @@ class PolicyCheckpoint:
         self._load_scalars(state)
 
     def locate_frozen_weights(self, store: CheckpointStore, step: int, prefix: str = "") -> None:
-        """Set `saves_frozen` by whether a checkpoint contains the frozen parameters. No collective.
+        """Set `saves_frozen` to whether a checkpoint contains the frozen parameters. No collective.
 
         Args:
             store: The checkpoints.
@@ -164,7 +164,7 @@ class PolicyCheckpoint:
             step: The step to load.
 
         Returns:
-            Whether the checkpoint has all weights of the model. If not, only the trained ones were loaded.
+            Whether the checkpoint has all weights of the model. If not, only the trained weights were loaded.
 
         Raises:
             UserError: If the checkpoint does not fit.
@@ -238,8 +238,9 @@ class PolicyCheckpoint:
     def export(self, out: Path, source: Path, saved_step: Mapping[str, Any] | None = None) -> None:
         """Write the model as a Hugging Face directory, in the dtype of computation.
 
-        An adapter is written by itself, in PEFT's layout and its own dtype. It is merged instead if no files have its
-        base, or if PEFT would misread it.
+        For a model with adapters, only the adapter is written, in PEFT's layout and its own dtype. There are two
+        exceptions, in which the full model is written with the adapter merged: no files have the base
+        (`saves_frozen`), or PEFT would misread the adapter.
 
         Args:
             out: The directory. It is replaced once the new one is complete.
@@ -283,7 +284,7 @@ class PolicyCheckpoint:
     def adapter_writer(self) -> ExtraFilesWriter | None:
         """Function that writes the adapter in PEFT's layout into each checkpoint; None for a model without adapters.
 
-        It is the argument `write_extra_files` of `CheckpointStore.save`.
+        Pass it to `CheckpointStore.save` as `write_extra_files`.
         """
         config = self._adapter_config
         if config is None:
@@ -291,7 +292,7 @@ class PolicyCheckpoint:
         from dtrain.checkpoint.peft.files import AdapterFiles  # a run without an adapter does not load it
 
         def write(directory: Path, specs: TensorSpecs, read: Callable[[str], Tensor]) -> Mapping[str, FileRecord]:
-            # The base's name is read at each save: `load_weights` may change it.
+            # The base's name is read at each save, because `load_weights` may change it.
             files = AdapterFiles(config, self._model.config, self._base_name)
             return files.write_into_step(directory, specs, read)
 
@@ -316,7 +317,7 @@ class PolicyCheckpoint:
 
     @property
     def _base_name(self) -> str | None:
-        """The base's id on the hub or its directory, by which others find it; None if no files have the base."""
+        """The base model's id on the hub, or else its directory. None if no files have the base."""
         if self.saves_frozen:
             return None
         return hub.cached_model_id(self._directory) or str(self._directory.absolute())
@@ -355,7 +356,7 @@ def save_models(
         step: Number of the step.
         models: `Policy.checkpoint` of each model by name. Tensors of "policy" keep the names that a run with one model
             uses, such as `model.norm.weight`. Those of a model "critic" are `critic.model.norm.weight` and so on.
-        state: What else the caller wants back from `load_models`, as JSON.
+        state: Further state of the caller as JSON. `load_models` returns it.
 
     Raises:
         UserError: If the step exists, or the disk is full.
@@ -426,7 +427,7 @@ class CheckpointWeights(NamedTuple):
 
     Attributes:
         tensors: The tensors of any shape, by their names in the checkpoint.
-        cast: Names of the tensors that keep their dtype although the checkpoint has another one.
+        cast: Names of the tensors that are cast to their own dtype if the checkpoint has another dtype.
         is_complete: Whether the checkpoint has all frozen weights of the model too.
         has_adapters: Whether the checkpoint has adapters.
         has_frozen: Whether the model has frozen weights, and the checkpoint has them.
@@ -490,7 +491,7 @@ def select_weights(model: CausalLM, store: CheckpointStore, step: int) -> Checkp
 def _floating_in_both(tensors: Mapping[str, Tensor], stored: TensorSpecs) -> set[str]:
     """Return the names of tensors that have a floating dtype here and in the checkpoint.
 
-    They may be rounded to another dtype (`train.masters`, float64): a start from weights is not a resume.
+    A start from weights is not a resume, so it may round these tensors to another dtype (`train.masters`, float64).
     """
     names = set()
     for name, tensor in tensors.items():

@@ -80,7 +80,7 @@ class PolicyOffloader:
     def move_to_device(self, model: nn.Module, device: str | torch.device) -> nn.Module:
         """Move the parameters and buffers of `model` to `device`, and return it.
 
-        Gathered weights are freed before. If masters are in host memory, only the buffers move.
+        Gathered weights are freed first. If masters are in host memory, only the buffers move.
         """
         Sharding(model).reshard()
         if not get_host_masters(model):
@@ -127,7 +127,7 @@ class DeviceMonitor:
         self._rank, self._device = rank, device
 
     def get_gpu_info(self) -> dict[str, Any]:
-        """Return rank, device, its name, and its memory in bytes: allocated, at the peak, and in total; 0 on a CPU."""
+        """Return the rank, the device, its name, and its memory in bytes: allocated, peak and total. 0 on a CPU."""
         info: dict[str, Any] = {"rank": self._rank, "device": str(self._device), "name": self._device.type}
         if self._device.type != "cuda":
             return info | {"memory_allocated": 0, "max_memory_allocated": 0, "memory_total": 0}

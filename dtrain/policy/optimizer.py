@@ -1,11 +1,11 @@
 """Building of a recipe's optimizer.
 
-This is the one place that attaches the optional parts of `memory/` to the update of a step. They are imported only for
-recipes that use them; a plain recipe is stepped by torch's own class.
+Only this module attaches the optional parts of `memory/` to the optimizer step. They are imported only for recipes that
+use them. Without them, the optimizer is one of torch's own classes, or Muon.
 
-    LowBitAdam          low-bit moments, bfloat16 weights, or optimizer state in host memory
-    HostMaster          float32 weights in host memory next to that state
-    GradientAccumulator bfloat16 gradients that are reduced after each micro-batch
+    LowBitAdam             low-bit moments, bfloat16 weights, or optimizer state in host memory
+    HostMaster             float32 weights in host memory, if the optimizer's state is there
+    GradientAccumulator    sums of bfloat16 gradients that are reduced after each micro-batch
 """
 
 import inspect
@@ -58,10 +58,9 @@ def build_optimizer(
 ) -> Optimizer:
     """Build the optimizer of a recipe's section `optimizer`.
 
-    `optimizer.name` is a key of `OPTIMIZER_NAMES` or the import path of an Optimizer class. `optimizer.kwargs` are
-    passed to the
-    class as they are, and win over the section's other fields. A class by import path receives betas and eps if its
-    signature has them in AdamW's form. No collective.
+    `optimizer.name` is one of `OPTIMIZER_NAMES` or the import path of an Optimizer class. `optimizer.kwargs` are passed
+    to the class unchanged, and override the section's other fields. A class by import path receives betas and eps if
+    its signature has them in AdamW's form. No collective.
 
     Args:
         section: The recipe's section.
@@ -110,7 +109,7 @@ def build_updater(
     total_steps: int,
     options: BuildOptions,
 ) -> Updater:
-    """Build the optimizer of a model, its schedule, and what else an optimizer step needs. No collective.
+    """Build the updater of a model: optimizer, schedule, and in float16 the loss scale. No collective.
 
     Args:
         recipe: The recipe.
@@ -128,7 +127,7 @@ def build_updater(
         gradient_device = device if options.materialize else torch.device("meta")
     optimizer = build_optimizer(recipe.optimizer, model.named_parameters(), recipe.run.seed, gradient_device)
     local_shards: dict[nn.Parameter, nn.Parameter] = {}
-    # dtrain's own optimizers step local shards anyway.
+    # Not needed for dtrain's own optimizers, which always step local shards.
     if options.step_local_shards and not isinstance(optimizer, ShardOptimizer):
         named_shards = []
         for name, parameter in model.named_parameters():
@@ -150,7 +149,10 @@ def build_updater(
 def build_gradient_sums(
     recipe: PolicyConfig, precision: Precision, named_parameters: NamedParameters
 ) -> "GradientAccumulator | None":
-    """Build the sums of gradients over micro-batches, if FSDP reduces bfloat16 gradients after each. None otherwise."""
+    """Build the accumulator of gradients, if FSDP reduces bfloat16 gradients after each micro-batch. Else None.
+
+    Without it, FSDP would sum the reduced gradients of micro-batches in bfloat16.
+    """
     if precision.master != torch.bfloat16 or not recipe.parallel.reduce_each:
         return None
     from dtrain.memory.gradient_accumulation import GradientAccumulator  # optional
@@ -199,7 +201,7 @@ def is_torch_optimizer(name: str) -> bool:
 def _low_bit_adam(
     section: OptimizerSection, names: dict[nn.Parameter, str], seed: int, offload: torch.device | None
 ) -> Callable[..., Optimizer]:
-    """Return `LowBitAdam` with the arguments that are not among the recipe's `optimizer.kwargs`."""
+    """Return `LowBitAdam` with all arguments but the parameter groups, lr, betas, eps and `optimizer.kwargs`."""
     if section.name not in _ADAMS:
         raise UserError(
             f"optimizer.name={section.name} keeps weights and state in float32 on the device: optimizer.state="

@@ -1,7 +1,7 @@
 """Options of a policy: the sections of a recipe that it reads, its dtypes, and how its model is built.
 
-`PolicyConfig` lists the sections. `BuildOptions` has what a recipe does not say; a plain run uses its defaults.
-`Precision` has the dtypes of weights, of the computation in layers, and of the reduction of gradients.
+`PolicyConfig` lists the sections. `BuildOptions` has options that are not in a recipe, and a normal run uses their
+defaults. `Precision` has the dtypes of weights, of the computation in layers, and of the reduction of gradients.
 """
 
 from collections.abc import Callable
@@ -22,10 +22,10 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 @runtime_checkable
 class PolicyConfig(Protocol):
-    """Dataclass with the sections of a recipe that a policy reads. A `Recipe` is one.
+    """Dataclass with the sections of a recipe that a policy reads. A `Recipe` has them all.
 
-    Of `run` it reads the seed and whether the run is deterministic. Of `data` it reads the length of rows, whether they
-    are packed, and the chat template that is saved with the model.
+    In section `run`, a policy reads the seed and whether the run is deterministic. In `data`, it reads the length of
+    rows, whether rows are packed, and the chat template that is saved with the model.
     """
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
@@ -41,14 +41,14 @@ class PolicyConfig(Protocol):
 
 
 class CompilePart(Protocol):
-    """Function that compiles a part of a layer, instead of torch.compile."""
+    """Interface of a function that compiles a part of a layer in place of torch.compile."""
 
     def __call__(self, part: Callable[..., Any], is_selective: bool = False) -> Callable[..., Any]:
         """Return the compiled part.
 
         Args:
             part: Function of tensors.
-            is_selective: Whether it has selective checkpointing inside (`checkpoint_selectively`).
+            is_selective: Whether selective checkpointing is applied inside of the part (`checkpoint_selectively`).
         """
         ...
 
@@ -112,8 +112,8 @@ class Precision:
 def choose_precision(name: str, device_type: str, masters: str = "float32") -> Precision:
     """Choose the dtypes of a run.
 
-    Masters are float32 or better, unless they are bfloat16, in which the layers then compute too. Gradients are reduced
-    in float32 or better.
+    Masters have the dtype of computation, but at least float32. With `masters="bfloat16"`, masters and computation are
+    both bfloat16. Gradients are reduced in float32 or better.
 
     Args:
         name: `train.dtype`. "auto" means bfloat16 on CUDA and with bfloat16 masters, and float32 otherwise.

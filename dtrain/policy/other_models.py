@@ -100,8 +100,8 @@ class Teacher:
 class RewardModel:
     """A classifier with one output that scores prompts with their completions.
 
-    It reads text, with its own tokenizer and its own chat template, as `method: reward` trains it. So it may be of
-    another family than the policy.
+    The reward model encodes text with its own tokenizer and chat template, as `method: reward` does in training. So it
+    may belong to another family than the policy.
 
     Args:
         policy: The policy, whose mesh and recipe are used.
@@ -134,8 +134,8 @@ class RewardModel:
     def rate(self, prompts: Sequence[Any], completions: Sequence[str]) -> Tensor:
         """Score prompts with their completions.
 
-        Each dp rank computes every dp-th of them. A text with more tokens than the model has positions loses its
-        beginning.
+        Rank r of dp scores the prompts r, r + dp, r + 2 · dp and so on. If a text has more tokens than the model has
+        positions, its beginning is cut off.
 
         Args:
             prompts: N texts or lists of messages, the same on every rank.
@@ -145,7 +145,7 @@ class RewardModel:
             The scores, float64 [N] on the CPU, the same on every rank.
 
         Raises:
-            UserError: If the chat template raises it, and for a score that is NaN or larger than `LARGEST_REWARD`.
+            UserError: If the chat template raises it, and for a score that is NaN or larger than `MAX_REWARD` in size.
 
         Collectives:
             Over dp one all-reduce and two all-gathers, and those of the forwards.
@@ -205,8 +205,8 @@ def add_targets_at_last_tokens(batch: Batch, values: Tensor, pad: int | None) ->
     Args:
         batch: Rows on the host, [n, S].
         values: The target of each document, [documents].
-        pad: Id of the padding token, which a text may end with. None: the last token of a document is used. A document
-            of nothing but `pad` has its label at its first token.
+        pad: Id of the padding token, with which a text may end. None uses the last token of each document. A document
+            that consists only of `pad` has its label at its first token.
 
     Returns:
         The batch with new `labels`, [n, S], and the stream `targets`, float64 [n, S].
@@ -214,7 +214,8 @@ def add_targets_at_last_tokens(batch: Batch, values: Tensor, pad: int | None) ->
     ids = document_ids(batch)
     flat_ids = ids.flatten()
     positions = torch.arange(len(flat_ids))
-    # The largest of (position + 1) over a document's tokens other than `pad` is one behind the last of them; 0: none.
+    # The maximum of position + 1 over a document's tokens other than `pad` is the position after the last such token.
+    # It is 0 if a document has no such token.
     is_pad = torch.zeros_like(flat_ids, dtype=torch.bool) if pad is None else batch["input_ids"].flatten() == pad
     behind = torch.where(is_pad, 0, positions + 1)
     real = flat_ids != PADDING_SEQ_ID

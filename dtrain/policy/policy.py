@@ -99,9 +99,9 @@ class Policy:
         config: Config of the model.
         mesh: The mesh. Every rank of it builds the policy.
         runtime: This rank and its device.
-        precision: The dtypes of the model. None: those that the recipe means on this device.
-        options: How the model is built, besides what the recipe says.
-        observer: Receives the events of each step. None if nobody observes.
+        precision: The dtypes of the model. None chooses them by the recipe and the device.
+        options: Options for building the model that are not in a recipe. None uses the defaults.
+        observer: Receives the events of each step. None for no observer.
 
     Attributes:
         model: The model, sharded over `mesh`.
@@ -116,7 +116,7 @@ class Policy:
         monitor: Reads the memory of this rank's device.
 
     Collectives:
-        Those of `build` and of reading the weights.
+        Those of `build.build_model`.
 
     Example:
         policy = Policy(recipe, read_config(path), mesh, runtime)
@@ -191,8 +191,8 @@ class Policy:
             path: Directory of the model. None builds it from this policy's own files.
             labels: Outputs of a new head, for a critic or a classifier. None keeps the head of a language model.
             optimizer: Its optimizer. None uses the recipe's.
-            adapters: Whether it gets new adapters by the recipe's section `lora`, next to which a new head is trained
-                fully. If not, all its weights are trained. Must be given if the recipe has that section.
+            adapters: Whether it gets new adapters, as the recipe's section `lora` describes them. A new head is then
+                trained fully. If False, all its weights are trained. Required if the recipe has the section `lora`.
 
         Raises:
             UserError: If the model cannot be read, or `adapters` does not fit the recipe.
@@ -256,7 +256,7 @@ class Policy:
     ) -> StepResult:
         """Compute the loss of a global batch and add its gradient to the parameters' `.grad`.
 
-        Gradients of several calls add up until `optimizer_step`. Each call divides by the counts of its own batch.
+        Gradients of several calls are summed until `optimizer_step`. Each call divides by the counts of its own batch.
 
         Args:
             batch: This dp rank's rows, as `batch.complete_batch` accepts them, with streams [n, S, ..] or [n, ..] that
@@ -284,20 +284,20 @@ class Policy:
     def optimizer_step(self) -> UpdateResult:
         """Clip the gradients, update the weights, clear the gradients, and advance the schedule.
 
-        A gradient norm that is not finite changes no weight: with float16's loss scale the scale falls, otherwise
-        `train.skip_nonfinite` such steps in a row are skipped.
+        If the gradient norm is not finite, no weight is changed. In float16, the loss scale is then halved. Otherwise
+        the step is skipped, and at most `train.skip_nonfinite` steps in a row may be skipped.
 
         Raises:
             RuntimeError: Before `init_optimizer`.
-            UserError: For a norm that is not finite and may not be skipped. It names the parameters.
+            UserError: For a norm that is not finite, if the step may not be skipped. The message names the parameters.
 
         Collectives:
-            One all-reduce of the norm, a scalar.
+            One all-reduce of the norm, a scalar, and those of the optimizer's own step (Muon has some).
         """
         updater = self._required_updater("optimizer_step")
         self._observer.update_begins()
         lr = updater.scheduler.get_last_lr()[0]
-        # The host waits for the norm, so it reads the totals of the steps in the same copy.
+        # The host has to wait for the norm anyway, so it reads the totals of the steps in the same copy.
         unread = self._unread_totals
         self._unread_totals = []
         on_device = [totals.on_device for totals in unread]
@@ -402,12 +402,14 @@ class Policy:
         return self._scored(batch, micro_batch_size, score)[0]
 
     def init_reference_model(self, path: str | None = None, *, base: bool = False) -> None:
-        """Keep a copy of the current weights as the reference.
+        """Store a copy of the current weights as the reference.
+
+        The reference is the model without its adapters if `base` is set, and also if the adapters are new, because new
+        adapters change nothing. No weight of an adapter is copied then.
 
         Args:
-            path: Read the reference's weights from this model instead, which must have the same shapes.
-            base: Keep the model without its adapters. This is also the case if the adapters are new. Then no weight of
-                an adapter is copied.
+            path: Read the reference's weights from this model instead. It must have the same shapes.
+            base: Whether the reference is the model without its adapters.
 
         Raises:
             UserError: If the model at `path` does not fit.
@@ -429,11 +431,12 @@ class Policy:
 
     @contextmanager
     def use_reference_model(self) -> Iterator[None]:
-        """Context in which the model has the reference's weights. Afterwards it has its own again, errors included.
+        """Give the model the reference's weights inside of this context.
 
-        Inside, this policy's forwards are those of the reference: without adapters if it has none. A caller of the
-        model itself passes `micro_batch.NO_ADAPTERS` then. The reference's router decides, even if a batch has
-        `routed_experts`. No collective.
+        On exit the model gets its own weights back, also after an error. Inside, this policy's forwards use adapters
+        only if the reference has adapters. Code that calls the model itself must pass `micro_batch.NO_ADAPTERS` if the
+        reference has none. The reference's router chooses the experts, even if a batch has `routed_experts`. No
+        collective.
 
         Raises:
             RuntimeError: Before `init_reference_model`.
@@ -501,7 +504,7 @@ class Policy:
     def _divisors(self, counts: Tensor) -> list[Tensor]:
         """Return the global numbers of sequences and of trained tokens, scalars on the device.
 
-        A batch of nothing but padding divides by one: a step without a trained token has loss 0, not NaN.
+        Both are at least 1, so that a step without a trained token has the loss 0 and not NaN.
         """
         at_least_one = counts.clamp(min=1)
         tokens, sequences = at_least_one[0], at_least_one[1]  # the order of `StepCounts`
@@ -528,9 +531,14 @@ class Policy:
         return all_reduce(torch.cat(parts), self.mesh.dp_cp)
 
     def _counts(self, rows: Batch, batches: Sequence[MicroBatch]) -> Tensor:
-        """Count a step's rows on this dp rank: int64 [6] in the order of `StepCounts`.
+        """Count a step's rows on this dp rank.
 
-        The vision tower's FLOPs are those for the images of `batches`.
+        Args:
+            rows: The rows.
+            batches: The micro-batches whose images the vision tower encodes. Empty in evaluations.
+
+        Returns:
+            int64 [6], in the order of `StepCounts`.
         """
         lengths = document_lengths(rows)
         window = self.model.config.sliding_window or 1  # without a sliding window, nothing reads the second count
@@ -585,12 +593,12 @@ class Policy:
         batching = self._batching(micro_batch_size)
         batches, plan = split_into_micro_batches(rows, batching, checked.max_rows, self.mesh.dp, images=checked.images)
         self.model.eval()
-        results = []  # of each micro-batch a list of tensors
+        results = []  # for each micro-batch, the list of tensors that `score` returns
         for micro_batch in batches:
             results.append([tensor.cpu() for tensor in score(micro_batch)])
         self.sharding.reshard()
         merged = []
-        for parts in zip(*results, strict=True):  # the parts of one tensor
+        for parts in zip(*results, strict=True):  # the parts of one returned tensor, one for each micro-batch
             merged.append(merge_micro_batch_values(parts, rows, plan, batching.is_packed))
         return merged
 
@@ -604,10 +612,16 @@ class Policy:
     def _backward(
         self, updater: Updater, batches: Sequence[Batch], loss_fn: Loss, divisors: Sequence[Tensor]
     ) -> BackwardResult:
-        """Add the gradient of the loss, times the loss scale, to `.grad`.
+        """Run the forward and the backward of each micro-batch, which adds loss scale · gradient to `.grad`.
 
-        Gradients are reduced once, at the last micro-batch. With `parallel.reduce_each` they are reduced over the
-        shards at every micro-batch.
+        Gradients are reduced over the ranks once, in the backward of the last micro-batch. With `parallel.reduce_each`
+        they are reduced over the shards in every backward.
+
+        Args:
+            updater: The updater, for the loss scale and the number of the step.
+            batches: This dp rank's micro-batches.
+            loss_fn: The loss.
+            divisors: The global numbers of sequences and of trained tokens, scalars on the device.
         """
         scale = updater.loss_scale.scale if updater.loss_scale is not None else 1.0
         total = torch.zeros((), device=self.device)

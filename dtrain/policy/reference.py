@@ -23,10 +23,9 @@ class Reference:
     Args:
         model: The model whose weights are copied, and into which they are swapped.
         sharding: Sharding of `model`.
-        copy_frozen: Copy the frozen weights too. Otherwise the reference shares them with the model.
-        with_adapters: Whether the reference has the model's adapters. Without, their weights are not copied, and
-        forwards
-            of the reference must be called without them (`Scorer.run_at_head`).
+        copy_frozen: Whether to copy the frozen weights too. Otherwise the reference shares them with the model.
+        with_adapters: Whether the reference has the model's adapters. If not, their weights are not copied, and
+            forwards of the reference must switch the adapters off (`Scorer.run_at_head`).
 
     Attributes:
         has_adapters: Whether forwards of the reference have the model's adapters.
@@ -49,13 +48,14 @@ class Reference:
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """Context in which the model has the reference's weights. Afterwards it has its own again, errors included.
+        """Swap the reference's weights into the model inside of this context.
 
-        The weights are swapped shard by shard, so no third copy exists. Adapters are not touched: whether a forward has
-        them is an argument of the forward (`has_adapters`).
+        On exit the weights are swapped back, also after an error. They are swapped shard by shard, so there is never a
+        third full copy. A reference without adapters leaves the model's adapters in place: each forward must switch
+        them off by its own argument, for which callers read `has_adapters`.
 
         Raises:
-            RuntimeError: If the reference is in place already.
+            RuntimeError: If the reference is swapped in already.
         """
         if self.is_swapped_in:
             raise RuntimeError("the reference is swapped in already: use_reference_model() cannot be nested")

@@ -22,8 +22,8 @@ class StepCounts:
         trained_tokens: Tokens with a label.
         documents: Documents, also called sequences. A packed row has several.
         tokens: Tokens that are not padding.
-        pairs: Pairs of a token and a token of its document, for the FLOPs of attention.
-        windowed_pairs: The same with at most `sliding_window` tokens for each token.
+        pairs: Σ length² over the documents, from which the FLOPs of attention are computed.
+        windowed_pairs: Σ length · min(length, `sliding_window`) over the documents, for layers with a sliding window.
         vision_flops: FLOPs of the vision tower; 0 for text and in evaluations.
     """
 
@@ -38,8 +38,8 @@ class StepCounts:
 class Totals:
     """Totals of a step over all ranks, on the device until they are read.
 
-    Reading waits for the device. `Policy.optimizer_step` waits for the gradient norm anyway, so it reads the totals in
-    the same copy; after that `read` costs nothing.
+    Reading waits for the device. `Policy.optimizer_step` waits for the gradient norm anyway, and copies the totals to
+    the host together with it. After that, `read` does not wait.
 
     Args:
         on_device: Float64 [n], the same on every rank.
@@ -50,7 +50,7 @@ class Totals:
         self._on_host: Tensor | None = None
 
     def set(self, on_host: Tensor) -> None:
-        """Accept the host's copy, [n], that the caller has read together with something else."""
+        """Store the host's copy, [n], which the caller has read together with other values."""
         self._on_host = on_host
 
     def read(self) -> Tensor:
@@ -144,39 +144,40 @@ class StepObserver:
     """
 
     def forward_begins(self, batch: Batch) -> None:
-        """A micro-batch enters the model.
+        """Observe the start of a micro-batch's forward.
 
         Args:
-            batch: The rows on the host, before they are divided over context parallel ranks.
+            batch: The rows on the host, before they are sharded over context-parallel ranks.
         """
 
     def head_begins(self) -> None:
-        """The hidden states of all layers are computed, and the loss is about to be."""
+        """Observe that the hidden states of all layers are computed. The loss is computed next."""
 
     def head_ends(self) -> None:
-        """The loss, or what else is computed from the hidden states, is there."""
+        """Observe that the loss, or another result of the hidden states, is computed."""
 
     def forward_ends(self) -> None:
-        """The forward of the micro-batch has returned."""
+        """Observe that the forward of the micro-batch has returned."""
 
     def backward_begins(self) -> None:
-        """The backward of the micro-batch begins."""
+        """Observe the start of the micro-batch's backward."""
 
     def backward_ends(self) -> None:
-        """The backward of the micro-batch is done. FSDP may have reduced its gradients."""
+        """Observe the end of the micro-batch's backward. FSDP may have reduced its gradients."""
 
     def gradients_complete(self, model: nn.Module) -> None:
-        """The gradients of all micro-batches of a `Policy.forward_backward` are in the parameters' `.grad`, as shards.
+        """Observe that all gradients of a `Policy.forward_backward` are in the parameters' `.grad`, as shards.
 
         Args:
             model: The model that is trained.
         """
 
     def update_begins(self) -> None:
-        """`Policy.optimizer_step` begins."""
+        """Observe the start of `Policy.optimizer_step`."""
 
     def update_ends(self) -> None:
-        """`Policy.optimizer_step` has changed the weights, or has skipped the step, and cleared the gradients.
+        """Observe the end of `Policy.optimizer_step`.
 
-        This event does not follow if the step raises an error.
+        The weights are changed or the step is skipped, and the gradients are cleared. Not called if the step raises an
+        error.
         """

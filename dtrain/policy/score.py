@@ -1,8 +1,8 @@
 """The interface between losses and the model.
 
 A method's loss never sees logits [B, S, V]: they would be the largest tensor of a step by far. Instead it is called
-inside the root module's forward, where the head's weight is available, with a `LogprobSource`. The source computes what
-the loss asks for in tiles, from the hidden states and the head's weight.
+inside the root module's forward, where the head's weight is available, with a `LogprobSource`. The source computes the
+values that the loss requests in tiles, from the hidden states and the head's weight.
 
 For example, an SFT loss over the labelled tokens:
 
@@ -105,7 +105,7 @@ class LogprobSource:
 
     Args:
         hidden: Hidden states of this rank, [B, S/cp, D].
-        head_weight: The head's weight, [V/tp, D]; [labels, D] of a classifier.
+        head_weight: The head's weight, [V/tp, D]. A classifier's is [labels, D/tp].
         batch: This rank's part of every stream, on the device.
         inputs: Arguments with which the model was called.
         num_documents: Documents of the micro-batch, over all cp ranks.
@@ -137,7 +137,7 @@ class LogprobSource:
 
     @property
     def head_input(self) -> HeadInput:
-        """Hidden states [B · S/cp, D] and weight behind this rank's logits, for a loss of the method's own."""
+        """Hidden states [B · S/cp, D] and head weight of this rank, for a loss that the method computes itself."""
         return HeadInput(self._hidden.flatten(0, 1), self._head_weight, self._softcap)
 
     def token_loss_sums(self, loss: TokenLossFn, *, label_smoothing: float = 0.0) -> TokenSums:
@@ -248,8 +248,8 @@ class LogprobSource:
             values: [.., B, S/cp].
 
         Returns:
-            [.., documents], the same on every cp rank. The gradient of each rank is that of its own tokens. It is right
-            if every cp rank computes the same loss from the sums; see `count_once`.
+            [.., documents], the same on every cp rank. In the backward, each rank passes the gradient to its own
+            tokens. This is correct if every cp rank computes the same loss from the sums; see `count_once`.
 
         Collectives:
             Under cp one all-reduce, none in the backward.
@@ -273,7 +273,7 @@ class LogprobSource:
         return self._required_score_head.product(self._hidden.to(dtype), self._head_weight.to(dtype))
 
     def scores(self) -> Tensor:
-        """Compute the outputs of a classifier for each document, at the one position of it that has a label.
+        """Compute the outputs of a classifier for each document, at the document's only position with a label.
 
         Returns:
             [documents, labels] in max(float32, the dtype of computation), the same on every tp and cp rank.
@@ -282,7 +282,7 @@ class LogprobSource:
             ValueError: If the model has a vocabulary's head.
 
         Collectives:
-            Over tp one all-reduce, and over cp one.
+            One all-reduce over tp, and one over cp.
         """
         index = self._batch["label_index"]
         dtype = compute_dtype(self._hidden.dtype)
@@ -303,7 +303,7 @@ class LogprobSource:
         return values if self._cp.size() == 1 else all_reduce_in_forward(values, self._cp.get_group())
 
     def sequences(self, mask: Tensor) -> "Documents":
-        """Return the documents of the micro-batch, as policy losses expect them.
+        """Return the documents of the micro-batch, for losses of `losses.policy`.
 
         Args:
             mask: Which tokens count, [B, S/cp].
@@ -316,12 +316,14 @@ class LogprobSource:
         return Documents(self._batch["document_ids"], self.num_documents, mask, self._cp.get_group())
 
     def count_once(self, value: Tensor) -> Tensor:
-        """Return this rank's share of a value that every cp rank computes alike.
+        """Return this rank's share of a value that is the same on every cp rank.
 
         The loss of a step is summed over the cp ranks, so a value that all of them have would count cp times. Here the
-        first rank returns the value and the others return 0. The sum is exact, also for counts and for a number of
-        ranks such as 3, by which a division would round. The gradient is the full one on every rank, because each rank
-        passes it to its own tokens only.
+        first rank returns the value and the others return 0. A division by cp would round, for example by cp = 3, and
+        would not keep counts integers. Every rank keeps the full gradient, because it passes the gradient to its own
+        tokens only.
+
+        For example, a loss of 2.5 on 3 cp ranks becomes 2.5, 0 and 0, and its derivative by each of them is 1.
 
         Args:
             value: Computed from `sum_by_document`, [..], of any dtype.
@@ -382,7 +384,7 @@ class Scorer:
         model: The model.
         mesh: Its mesh.
         device: Its device.
-        observer: Receives the events of each forward. None if nobody observes.
+        observer: Receives the events of each forward. None for no observer.
     """
 
     def __init__(self, model: CausalLM, mesh: Mesh, device: torch.device, observer: StepObserver | None = None):
@@ -402,8 +404,9 @@ class Scorer:
     ) -> Any:
         """Run the forward of one micro-batch, and call a function inside of it, at the head.
 
-        With a `Loss` and the global counts in `more` the result is the loss, whose graph is ready for the backward, and
-        the metrics. Several micro-batches may be in flight: each call has a context of its own.
+        If `fn` is a `Loss` and `more` has the global counts, the result is the loss, ready for the backward, and the
+        metrics. The forwards of several micro-batches may come before the first backward, because each call has its own
+        context.
 
         Args:
             batch: One micro-batch on the host, of full rows (not sharded over cp). A plain dict of streams [n, S, ..]
@@ -412,7 +415,7 @@ class Scorer:
                 device.
             more: Further arguments of `fn`.
             balance: The balance loss of a mixture of experts. None if there is none.
-            record: Filled by the sparse layers of a mixture of experts. None if nobody reads it.
+            record: Filled by the sparse layers of a mixture of experts. None discards the record.
             adapters: Whether the model's adapters take part.
             step: The optimizer step, from which the dropout of adapters is computed in training.
 
@@ -536,7 +539,10 @@ class Scorer:
     def _packing(self, batch: Batch, has_document_mask: bool) -> Packing | None:
         """Return the starts of a micro-batch's documents, for kernels that compute document by document.
 
-        It describes full rows, padded as they are sharded over cp. None for plain rows of one rank.
+        The starts are those in full rows, padded as for sharding over cp.
+
+        Returns:
+            None if cp is 1 and no document mask is needed.
         """
         cp = self.mesh.cp.size()
         if not has_document_mask and cp == 1:
@@ -649,14 +655,17 @@ def _counts_from_zero(batch: Batch) -> bool:
 
 
 def _adapter_context(enabled: bool, dropout_tokens: Tensor | None) -> AdapterContext | None:
-    """Return the context of adapters. None if they take part without dropout, as in a model without adapters."""
+    """Return the context of adapters: NO_ADAPTERS if they are switched off, None if they are applied without dropout.
+
+    None is also the context of a model without adapters.
+    """
     if not enabled:
         return NO_ADAPTERS
     return None if dropout_tokens is None else AdapterContext(dropout_tokens=dropout_tokens)
 
 
 def _check_routed_experts(batch: Batch, model: CausalLM) -> None:
-    """Raise ValueError for `routed_experts` of another model."""
+    """Raise ValueError if the stream `routed_experts` does not fit the model."""
     routed = batch.get("routed_experts")
     if routed is None:
         return

@@ -144,15 +144,15 @@ class WeightSender:
     def prepare_weights_for_ipc(
         self, dtype: torch.dtype | None = None, bucket_bytes: int = BUCKET_BYTES
     ) -> list[list[str]]:
-        """Return the names of each bucket, for one call of `get_weights_ipc_handles` after the other. No collective."""
+        """Return the names of each bucket, for successive calls of `get_weights_ipc_handles`. No collective."""
         self._ipc_dtype = dtype or self._dtype
         return split_into_buckets(self.prepare_refit_info(self._ipc_dtype), bucket_bytes)
 
     def get_weights_ipc_handles(self, keys: Sequence[str]) -> dict[str, tuple]:
         """Return handles by which another process of this host can open full tensors.
 
-        They use CUDA IPC on a GPU, and shared memory on a CPU. Send them by `multiprocessing.reduction.ForkingPickler`.
-        The tensors are valid until the next call, so the receiver has to copy them.
+        The handles use CUDA IPC on a GPU and shared memory on a CPU. `multiprocessing.reduction.ForkingPickler` can
+        send them. The tensors are valid only until the next call, so the receiver has to copy them.
 
         Args:
             keys: Names of the weights, usually one bucket of `prepare_weights_for_ipc`.
@@ -250,9 +250,9 @@ def join_weight_group(
 ) -> Any:
     """Build a process group that is independent of the run's own, and unknown to torch.distributed's functions.
 
-    Rank 0 listens at ip:port. gloo also listens, on each rank, at this host's own address in that network. The store's
-    keys are those of torch's `_new_process_group_helper` on a store with the prefix `name`, so that the group of SGLang
-    finds this one.
+    Rank 0 listens at ip:port. gloo also listens, on each rank, at this host's own address in that network. The prefixes
+    of the store's keys are those that torch's `_new_process_group_helper` adds to a store with the prefix `name`.
+    SGLang builds its group with that function, so both groups find each other's keys.
 
     Args:
         ip: Address at which rank 0 listens.
@@ -273,7 +273,7 @@ def join_weight_group(
         raise UserError(f"cannot wait for the receivers of weights at {ip}:{port}: {error.strerror}") from error
     store: dist.Store
     if listener is not None:
-        # The store would listen at all addresses of this host. It gets a socket that listens at one.
+        # By itself, the store would listen at all addresses of this host. This socket listens at only one address.
         store = dist.TCPStore(ip, port, world_size, timeout=wait, is_master=True, master_listen_fd=listener.detach())
     else:
         store = dist.TCPStore(ip, port, world_size, timeout=wait, is_master=False)
@@ -311,7 +311,7 @@ def split_into_buckets(info: Mapping[str, tuple[torch.Size, torch.dtype]], max_b
 
 
 def flatten_bucket(tensors: Sequence[Tensor]) -> Tensor:
-    """Return one message, [bytes] uint8, of a bucket's tensors."""
+    """Concatenate the bytes of a bucket's tensors to one message, uint8 [bytes]."""
     return torch.cat([tensor.contiguous().flatten().view(torch.uint8) for tensor in tensors])
 
 

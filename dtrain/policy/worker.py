@@ -41,7 +41,7 @@ _NO_ZMQ = (
 
 
 def _method_of(part: str, method: Callable[..., Any]) -> property:
-    """Return a property by which the worker has a method of a policy's part, such as `checkpoint`."""
+    """Return a property that forwards to a method of a part of the policy, such as `checkpoint`."""
     return property(attrgetter(f"{part}.{method.__name__}"), doc=method.__doc__)
 
 
@@ -57,8 +57,8 @@ def _refusing(name: str, why: str) -> Callable[..., NoReturn]:
 class DTensorPolicyWorker(Policy):
     """`Policy` with the methods of NeMo-RL's worker.
 
-    It is built like a `Policy`. Then, as NeMo-RL's worker does, it builds the optimizer with a schedule over
-    `train.steps`, copies the first weights as the reference, and loads a checkpoint.
+    The constructor builds a `Policy`. Then it copies the weights as the reference, builds the optimizer with a schedule
+    over `train.steps`, and loads a checkpoint, as NeMo-RL's worker does.
 
     Args:
         recipe: As in `Policy`, like the four arguments that follow.
@@ -124,17 +124,24 @@ class DTensorPolicyWorker(Policy):
 
         Args:
             data: This dp rank's rows, a mapping of tensors such as a BatchedDataDict. See `Policy.forward_backward`.
-            loss_fn: A loss as `Policy.forward_backward` takes it.
+            loss_fn: A loss, as for `Policy.forward_backward`.
             eval_mode: Compute the losses only, without gradients or an optimizer.
             gbs: Rows of one optimizer step over all dp ranks. None uses `train.global_batch`.
             mbs: Rows of a micro-batch, or another way to form them. None uses the recipe's.
 
         Returns:
-            On the host `global_loss` [steps], `sums` (each metric's total, float64 [steps]), `tokens` int64 [steps, 3]
-            (trained tokens, documents, tokens), `pairs` int64 [steps, 2] (of a token and a token of its document, and
-            of those within the window), `vision_flops` [steps], `loads` (each metric of a mixture's routing, [steps]),
-            `grad_norm` (of the last step, before clipping: a tensor [1], or None), `lr` (of the last step, or None),
-            `rank`, `all_mb_metrics` (each metric of this rank, a list by micro-batch), `gpu_name` and `model_dtype`.
+            A dict with these entries, whose tensors are on the host except in `all_mb_metrics`:
+
+                global_loss       float64 [steps]
+                sums              total of each metric, by name, float64 [steps] each
+                loads             metrics of a mixture's routing, by name, float64 [steps] each
+                tokens            int64 [steps, 3]: trained tokens, documents, tokens
+                pairs             int64 [steps, 2]: `pairs` and `windowed_pairs` of `StepCounts`
+                vision_flops      int64 [steps]
+                all_mb_metrics    this rank's value of each metric in each micro-batch, a list by name
+                grad_norm         of the last step, before clipping, [1]; None with `eval_mode`
+                lr                of the last step; None with `eval_mode`
+                rank, gpu_name, model_dtype
 
         Raises:
             NotImplementedError: For a loss of NeMo-RL's, recognised by its `loss_type`.
@@ -289,7 +296,7 @@ class DTensorPolicyWorker(Policy):
         """Call `WeightSender.get_weights_ipc_handles`, and return its handles in NeMo-RL's form.
 
         Returns:
-            {`report_device_id()`: (False, [(name, (function, arguments))])}. False means that each handle is one
+            {`report_device_id()`: (False, [(name, (function, arguments))])}. False means that each handle is a single
             tensor.
         """
         handles = self.weights.get_weights_ipc_handles(list(keys))
