@@ -8,7 +8,7 @@ inputs                a recipe and its processes, with everything that follows w
 setup                 the checks of a recipe and the facts that decide a run, a module per topic
 spec                  the frozen spec of a run, and `resolve`, which builds it on each rank
 dry_run, host         the same checks and decisions in one process, which collects all problems
-step_spec             the spec of one optimizer step, for devices that need not exist
+step_spec             the spec of one optimizer step, also for devices that this machine does not have
 model_facts           facts about a model that follow from its shapes
 full_rows             rows of the largest size that a recipe allows, for plans and measurements
 preflight, hub_files  problems of a recipe before a run; files that the run would download first

@@ -258,7 +258,7 @@ def _refuse_unwritable(directory: Path) -> None:
         if not os.access(existing, os.W_OK | os.X_OK):
             raise UserError(f"run.dir: {directory}, which is {target}, cannot be written")
         return
-    # Access rights do not tell everything (quotas, read-only mounts), so a directory is created for a moment.
+    # Access rights do not show quotas and read-only mounts, so a directory is created as a test and removed again.
     try:
         Path(tempfile.mkdtemp(prefix=".look-", dir=existing)).rmdir()
     except OSError as error:
@@ -336,7 +336,7 @@ def guard(
     misfit: Misfit | None = None,
     details: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> list[str]:
-    """Return the lines to print for a resume with a changed recipe, one per difference.
+    """Check the changes that a resume makes to the saved recipe, and return the lines to print, one per change.
 
     Args:
         changes: The differences: key, saved value and new value. Digests of files have keys of their own, for example

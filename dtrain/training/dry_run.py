@@ -2,8 +2,7 @@
 
 `dtrain validate` calls the checks and then the functions that `training.spec.resolve` calls on each rank. Problems are
 collected, no file is left behind, large files are read only in part, and code that the recipe names is not imported.
-Some things only the run can find out, so they are not checked: ports, servers, memory, damage inside files, and files
-that have to be downloaded first.
+Only a run can check ports, servers, memory, damage inside of files, and files that have to be downloaded first.
 
 The checks are the functions of `training.setup` that look for problems, in the order of the report. There are three
 kinds. `check_keys` reads the recipe only. `check_models` also reads each model's config.json. `check_files` also reads
@@ -70,7 +69,7 @@ class DryRun:
 def dry_run(
     recipe: Recipe, world: World, *, pending_downloads: Collection[str] = (), refused: Iterable[Problem] = ()
 ) -> DryRun:
-    """Find every problem for which the processes of `world` would end before their first step.
+    """Find every problem because of which a run in `world` would end before its first step.
 
     Args:
         recipe: The recipe.
@@ -88,7 +87,7 @@ def dry_run(
     if not _has_tokenizer(inputs):
         return DryRun(tuple(host.problems), inputs.recipe)
     if not has_passed_checks:
-        # The functions that decide the spec expect a recipe without mistakes. Only the data can be examined anyway.
+        # The functions that decide the spec expect a recipe without mistakes. Only the data can still be checked.
         first_rows.look_at_data(inputs, host)
         return DryRun(tuple(host.problems), inputs.recipe)
     return _resolve_spec(inputs, host)
@@ -121,7 +120,7 @@ def _resolve_spec(inputs: RunInputs, host: DryHost) -> DryRun:
     has_images = data.has_images or evals.has_images
     if data.rows:
         host.attempt("train.vision", partial(model.refuse_unused_tower, data.recipe, has_images))
-    has_failed = meta is None and not waits_for_data  # the problem is known, and would only be found again
+    has_failed = meta is None and not waits_for_data  # a second attempt would report the same problem again
     if not has_failed and (has_images or waits_for_data):
         meta = host.attempt("model", partial(model.build, inputs, precision, has_images))
     notes = [*data.notes, *evals.notes, *sizes.position_notes(inputs.recipe, inputs.source)]

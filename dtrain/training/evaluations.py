@@ -1,8 +1,8 @@
-"""The evaluations of a run: answers of the model to the sets of `eval`, sampled where it trains, and judged.
+"""The evaluations of a run: the model's answers to the sets of `eval`, and their rewards.
 
-The native engine samples the answers on the training mesh with the current weights. An evaluation leaves the weights,
-the optimizer, the data and the random number generators as they are, and its samples depend only on `run.seed` and the
-numbers of the prompt and the sample. So training continues as without the evaluation.
+The native engine samples the answers on the training mesh with the current weights. An evaluation does not change the
+weights, the optimizer, the position in the data or the random number generators, so training continues as without it.
+The answers depend only on the weights, on `run.seed`, and on the numbers of the prompt and the sample.
 
 A set's row in metrics.jsonl is written last and shows that its evaluation is complete. A resumed run repeats the
 evaluations of its step that have no row.
@@ -49,7 +49,7 @@ class _OpenSet:
     step: int | None = None
 
     def wrote(self, row: Mapping[str, Any]) -> bool:
-        """Check whether a row of metrics.jsonl is of this set."""
+        """Check whether a row of metrics.jsonl belongs to an evaluation of this set."""
         return f"{self.set.prefix}completion_len" in row
 
 
@@ -125,7 +125,7 @@ class Evaluations:
         return fields
 
     def evaluate(self, step: int, is_last: bool) -> Iterator[dict[str, float]]:
-        """Evaluate each set that is due after `step`, unless that is done already. Yield the fields of each.
+        """Evaluate each set that is due after `step` and not done yet, and yield its fields of metrics.jsonl.
 
         Args:
             step: The step.
@@ -192,7 +192,8 @@ def _try_rewards(eval_set: EvalSet, questions: Questions, judges: Rewards) -> No
     Raises:
         UserError: If a reward fails.
     """
-    if any(reward.fn == "judge" for reward in eval_set.section.rewards):  # the checks have asked its server already
+    # The checks of the recipe have queried the server of a judge already (`setup.evals`).
+    if any(reward.fn == "judge" for reward in eval_set.section.rewards):
         return
     prompt = questions.items[0].prompt
     columns = {name: [value] for name, value in prompt.columns.items()}
@@ -222,9 +223,11 @@ def _answer_row(opened: _OpenSet, answer: ScoredAnswer) -> dict[str, Any]:
 
 
 def _summary(name: str, step: int, report: Report, seconds: float) -> str:
-    """Return the line of an evaluation, for example
+    """Return the line of an evaluation on the terminal.
 
-    step 20  math: reward 0.412 ± 0.031 by math_exact, 87.5 tokens, 3% cut off (4.2 s)
+    For example:
+
+        step 20  math: reward 0.412 ± 0.031 by math_exact, 87.5 tokens, 3% cut off (4.2 s)
     """
     if math.isnan(report.reward):
         reward = "no reward known"

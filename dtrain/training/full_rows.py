@@ -1,14 +1,14 @@
 """Rows of the largest size that a recipe allows, for one step: for plans, and for measurements of memory and time.
 
-Every row is full, and every token that follows another token of its document is trained. A packed row holds two
-documents, so that its attention mask is one of packing. For example, a packed row of 6 tokens is
+Every row is full, and every token except for the first of each document is trained. A packed row has two documents, so
+that attention needs a mask or calls for packed rows. For example, a packed row of 6 tokens is
 
     input_ids     1  1  1  1  1  1
-    labels        1  1  -  1  1  -      (- is -100: a document's last token has no next one)
+    labels        1  1  -  1  1  -      (- is -100: a document's last token has no next token)
     position_ids  0  1  2  0  1  2
     seq_ids       0  0  0  1  1  1
 
-All rows have the same images. No two of them count as equal, so that each is encoded.
+All rows have images of the same layouts. They count as different images, so that the vision tower encodes each of them.
 """
 
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ class FullRows:
 
     @classmethod
     def of(cls, spec: StepSpec, method: Method, micro_batches: int, device: str) -> "FullRows":
-        """Make the rows of a step.
+        """Build a rank's rows of a step.
 
         Args:
             spec: The spec of the step.
@@ -113,7 +113,7 @@ def full_rows(method: Method, micro_batches: int, spec: StepSpec | None = None) 
     if method.kind != "labelled":
         return [_copy(streams) for _ in range(num_rows)]
 
-    # The rows of KTO come with as many further rows, of replies that do not belong to their prompts.
+    # A batch of KTO has as many mismatched rows as trained rows (`methods.kto`).
     streams["desirable"] = torch.where(streams["labels"] == IGNORE_INDEX, 0.0, 1.0).double()
     rows = [_copy(streams) for _ in range(num_rows)]
     mismatched = [{**row, "desirable": torch.zeros_like(row["desirable"])} for row in rows]
@@ -159,8 +159,8 @@ class RowDocument(NamedTuple):
 def split_row(images: Sequence[Layout], length: int, count: int) -> list[RowDocument]:
     """Divide a row of `length` tokens into documents of about the same length.
 
-    The first document has the first half of the images. If the images of a document do not fit into half of the row,
-    it is longer. Each document begins with at least one token of text.
+    The first document gets the first half of the images. If a document's images do not fit into half of the row, that
+    document is longer. Each document begins with at least one token of text.
 
     Args:
         images: The images of the row.

@@ -1,8 +1,11 @@
 """Hosts of the setup functions: a rank of a run, and the dry run of `dtrain validate`.
 
-A rank raises the first problem, on every rank. A dry run is one process that stands for all ranks: it collects every
-problem, writes no file, and reads large files only in part. Functions of `training.setup` that communicate or print
-take a `Host`.
+A rank stops at the first problem, which is raised on every rank. A dry run is one process that represents all ranks. It
+collects all problems, writes no file, and reads large files only in part. Functions of `training.setup` that
+communicate or print have a parameter `host`. For example, with a function `read` that raises UserError("no such file"):
+
+    Host(ranks, say).attempt("data.train", read)    raises the error
+    DryHost().attempt("data.train", read)           returns None, and `problems` has a problem of the key data.train
 """
 
 from collections.abc import Callable
@@ -34,7 +37,7 @@ class Host:
     is_dry: bool = False
 
     def attempt(self, key: str, act: Callable[[], T]) -> T | None:
-        """Return `act()`. A dry run continues if it raises a UserError; a rank does not.
+        """Call `act` and return its result. Errors are raised; `DryHost` collects them instead.
 
         Args:
             key: The recipe's key that an error would be about.
@@ -78,7 +81,7 @@ class DryHost(Host):
     problems: list[Problem] = field(default_factory=list)
 
     def attempt(self, key: str, act: Callable[[], T]) -> T | None:
-        """Return `act()`. Collect an OSError or UserError that it raises as a problem of `key`, and return None."""
+        """Call `act` and return its result. On an OSError or UserError, add a problem of `key`, and return None."""
         try:
             return act()
         except (OSError, UserError) as error:

@@ -1,7 +1,7 @@
 """Models and datasets that a recipe names by their ids on the Hugging Face hub: finding and downloading their files.
 
-It is no mistake if a model or dataset is not in this machine's cache. A run downloads it after everything else is
-checked, and `dtrain validate` asks the hub about the same files. Imports no torch.
+A model or dataset that is not in this machine's cache is not a problem: a run downloads it after all other checks, and
+`dtrain validate` queries the hub about the same files. Imports no torch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -170,7 +170,7 @@ def model_ids(recipe: Recipe) -> list[HubModel]:
 
 
 def sources_of(recipe: Recipe) -> list[tuple[Source, str]]:
-    """Return every source of rows with its key: those of the splits and of the sets of `eval`."""
+    """Return every source of rows with its key: the sources of the splits, then those of the sets of `eval`."""
     sources: list[tuple[Source, str]] = []
     for key, split in (("data.train", recipe.data.train), ("data.val", recipe.data.val)):
         if isinstance(split, DataSource):
@@ -197,7 +197,14 @@ def has_urls(recipe: Recipe) -> bool:
 
 
 def to_copy(recipe: Recipe) -> list[str]:
-    """Return a line for each file at a URL that a run copies into its cache. The recipe has no mistakes."""
+    """Return a line for each file at a URL that a run copies into its cache.
+
+    Args:
+        recipe: The recipe, whose paths were checked already.
+
+    Raises:
+        UserError: If a path names no files.
+    """
     lines = []
     for source, key in sources_of(recipe):
         for path in source_paths(source):

@@ -104,8 +104,8 @@ class ModelFacts:
     def longest_answer_bytes(self, compute: torch.dtype, tp: int) -> int:
         """Return the smallest number of bytes that an evaluation needs on a rank for keys and values.
 
-        It is that of one prompt with the longest answer of `eval`, which together have `data.max_length` tokens. 0
-        without `eval`.
+        This is the memory for one sequence of a prompt and the longest answer of `eval`, which together have
+        `data.max_length` tokens. 0 without `eval`.
 
         Args:
             compute: Dtype of computation.
@@ -142,7 +142,7 @@ class ModelFacts:
         return FsdpMessages(num_gathers, gathered_bytes, num_reduces)
 
     def key_widths(self, tp: int) -> list[int]:
-        """Return the elements of a token's keys and values on a tp rank, for each layer with a KV cache.
+        """Return the number of elements of a token's keys and values on a tp rank, for each layer with a KV cache.
 
         Layers of linear attention have none. A rank has at least one head.
         """
@@ -166,7 +166,7 @@ class ModelFacts:
 
     @property
     def layer_period(self) -> int:
-        """The number of layers after which the kinds of layers repeat. The number of all layers if they never repeat.
+        """The number of layers after which the kinds of layers repeat. If they never repeat, the number of layers.
 
         The dense layers before the first sparse one are not counted. For example, Gemma 3 has five layers with a
         sliding window before each full one, so its period is 6. DeepSeek-V3 has 3 dense layers and then a period of 1.
@@ -200,7 +200,10 @@ class ModelFacts:
         return max(num_layers)
 
     def layers_train_alike(self) -> bool:
-        """Check whether all layers of a kind train the same parameters, and no layer needs the keys of another."""
+        """Check whether all layers of a kind train the same parameters, and no layer reads the keys of another layer.
+
+        For example, False if `train.freeze` names `model.layers.0.*`, or if an adapter is only in some layers.
+        """
         recipe, config = self.recipe, self.config
         if config.num_kv_shared_layers:
             return False

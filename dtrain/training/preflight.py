@@ -1,4 +1,7 @@
-"""Checks of a recipe before a run: its problems, and notes for the user. The module imports no torch; the checks do."""
+"""Checks of a recipe before a run: its problems, and notes for the user.
+
+Importing this module imports no torch. The checks import torch when they are called.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -56,9 +59,10 @@ def preflight(
 
 
 def shapes(recipe: Recipe, world_size: int) -> list[Problem]:
-    """Return the problems that matter for the memory and the computation of a step.
+    """Return the problems of a recipe's keys and models, without its data and weights.
 
-    Only each model's config.json is read. It must be on this machine.
+    These are all problems that affect the memory and the computation of a step. Only each model's config.json is read.
+    A model or dataset of the hub that is not on this machine is a problem.
     """
     absent = [redacted(problem, recipe) for problem in missing_problems(recipe)]
     return [*preflight(recipe, world_size, "models"), *absent]

@@ -114,7 +114,8 @@ def find_start(inputs: RunInputs, store: CheckpointStore, host: Host) -> Start:
     `checkpoint.resume` is one of:
 
     - auto: The run's newest checkpoint. Every file is compared with its checksum. If a checkpoint is damaged, this is
-      printed and the previous one is used. If all are damaged, the run does not start over by itself.
+      printed and the previous checkpoint is used. If all are damaged, the run is refused, so that it does not start
+      over by accident.
     - null: No checkpoint. The run's directory must be new.
     - A path: The checkpoint there. If this run began from that path before and was ended, it resumes its own newest
       checkpoint.
@@ -126,8 +127,14 @@ def find_start(inputs: RunInputs, store: CheckpointStore, host: Host) -> Start:
 
     In a dry run only the sizes of files are compared, and nothing is renamed.
 
+    Args:
+        inputs: The run's inputs.
+        store: The run's own checkpoints.
+        host: Ranks and terminal.
+
     Raises:
-        UserError: On every rank.
+        UserError: On every rank, if there is no checkpoint at a path, if all checkpoints are damaged, or if the run's
+            directory is used already.
 
     Collectives:
         Over all ranks of `host`.
@@ -192,7 +199,7 @@ def _find_step(inputs: RunInputs, run_store: CheckpointStore, host: Host) -> Sta
 def _continue_run(
     inputs: RunInputs, run_store: CheckpointStore, host: Host, origin: Origin | None, earlier: _EarlierStart
 ) -> Start:
-    """Start from the run's newest checkpoint, or else from the one that it began from, or else fresh. Collective.
+    """Start from the run's newest checkpoint, or else from its origin, or else fresh. Collective.
 
     Args:
         inputs: The run's inputs.
@@ -240,7 +247,7 @@ def _start_from_path(
     def refuse_used() -> None:
         inputs.run.refuse_used(path, origin.path if origin else None)
 
-    # If the path does not exist and this run has files, the second fact helps the user more than the first.
+    # If the path does not exist and this run's directory is used, the error is about the directory, which helps more.
     if not ranks.run_on_first(lambda: Path(path).is_dir()):
         ranks.run_on_first(refuse_used)
     store, step = locate_step(path, ranks, RESUME_KEY)
@@ -327,10 +334,10 @@ def compare(
     allow_changes: Sequence[str],
     unfit: str | None,
 ) -> list[str]:
-    """Compare the recipe and the files of this run with those of the saved run. Return a line for each difference.
+    """Compare the recipe and the files of this run with those of the saved run, and return a line for each difference.
 
-    The path of a file may change if its content is the same, and `data.packing=auto` may become the value that it
-    means. For example, there is no line if `model.path` was moved to another disk.
+    Some differences are always allowed: the path of a file whose content is the same (for example, `model.path` was
+    moved to another disk), and `data.packing=auto` in place of the value that it means.
 
     Args:
         original_recipe: The recipe as it was given.
@@ -339,7 +346,8 @@ def compare(
         rows: Rows by split, as far as they were read.
         method: The recipe's method.
         allow_changes: Guarded keys that may differ.
-        unfit: How the trained tensors differ from those of the checkpoint (`first_misfit`), or None.
+        unfit: The first difference between the trained tensors and those of the checkpoint (`find_first_mismatch`).
+            None if there is no difference.
 
     Raises:
         UserError: For guarded differences that `allow_changes` does not name, and for differences that no resume
@@ -449,7 +457,7 @@ def _changed_files(saved: Mapping[str, str] | None, found: Mapping[str, str]) ->
 
 
 def _with_one_line_for_lora(differences: list[Difference]) -> list[Difference]:
-    """Join the keys of `lora` into one difference if one of the two recipes has no such section."""
+    """Merge the keys of `lora` into one difference if only one of the two recipes has the section."""
     of_lora = [difference for difference in differences if difference.key.startswith("lora.")]
     others = [difference for difference in differences if not difference.key.startswith("lora.")]
     if of_lora and all(old is None for _, old, _ in of_lora):
@@ -493,9 +501,23 @@ def _without_location(sources: list[dict[str, Any]] | None) -> list[dict[str, An
 
 
 def restore(start: Start, recipe: Recipe, policy: Policy, method: Method) -> None:
-    """Load the checkpoint of the start into `policy` and `method`. Collective."""
+    """Load the checkpoint of the start into `policy` and `method`, and restore the random number generators.
+
+    Args:
+        start: The start, which is a checkpoint.
+        recipe: The recipe of this run.
+        policy: The policy, with its optimizer.
+        method: The recipe's method.
+
+    Raises:
+        UserError: If the checkpoint does not fit.
+
+    Collectives:
+        Those of `PolicyCheckpoint.load`.
+    """
     store, state = start.checkpoint
-    # The checkpoint has the optimizer's options, such as "lr". Options that the recipe has changed keep the new values.
+    # A checkpoint also has the optimizer's options, such as "lr". Options that the recipe has changed since the save are
+    # not restored.
     changed_options = set()
     for key, _, _ in config.diff_recipes(state["recipe"], recipe):
         if key.startswith("optimizer."):

@@ -46,11 +46,11 @@ _SMALLEST = {"train.micro_batch": 1, "train.activation_checkpointing": "full", "
 # Changes of these keys and sections do not change the memory of a run.
 _KEYS_WITHOUT_MEMORY = ("run.", "launch.", "metrics.", "checkpoint.", "eval.", "train.steps", "train.epochs")
 
-# The upper bound of `small_model_sizing`. It is much too large on purpose, because it replaces a plan.
-_SAFE_SHARE = 0.25  # the bound has to fit into this share of the memory
-_BYTES = 8  # as if everything were float64
-_WEIGHT_COPIES = 8  # masters, gradients, two moments, gathered weights, a reference; the rest is reserve
-_KEPT_TENSORS = 64  # tensors of a layer's width that a layer keeps for the backward; far fewer in fact
+# The upper bound of `small_model_sizing`. It is much too large on purpose, because no plan checks the result.
+_SAFE_SHARE = 0.25  # share of the memory into which the bound has to fit
+_BYTES = 8  # bytes per value, those of float64
+_WEIGHT_COPIES = 8  # masters, gradients, two moments, gathered weights and a reference are 6; the rest is reserve
+_KEPT_TENSORS = 64  # tensors of a layer's width that a layer stores for the backward; real layers store far fewer
 
 
 @dataclass(frozen=True)
@@ -102,10 +102,10 @@ def previous_sizing(inputs: RunInputs, machine: Mapping[str, Any]) -> Sizing | N
 
 
 def small_model_sizing(inputs: RunInputs, memory: int) -> Sizing | None:
-    """Return the usual values for a model that is so small that they fit in any case.
+    """Return the usual values if the model is so small that they fit in any case.
 
-    An upper bound of the memory is compared with a quarter of `memory`. For example, a model of 1 M weights counts with
-    8 copies of 8 bytes, 64 MB, plus the activations of a micro-batch.
+    An upper bound of the memory is compared with a quarter of `memory`. For example, the weights of a model with 1 M
+    weights count as 8 copies of 8 bytes each, which is 64 MB. The activations of a micro-batch are added.
 
     Args:
         inputs: The run's inputs. The processes are on CPUs.
@@ -164,14 +164,14 @@ def sizing_without_plan(recipe: Any, machine: Mapping[str, Any], host: int) -> S
 def sizing_with_plan(
     recipe: Any, machine: Mapping[str, Any], host: int, planned: Any, device: Any = None, free: int | None = None
 ) -> Sizing:
-    """Return the sizes of a run: those of an earlier start on the same GPUs, or else those of its plan.
+    """Return the sizes of a run: from an earlier start on the same GPUs, or else from the plan, or else small values.
 
     Args:
         recipe: The recipe.
         machine: The machine, as `describe_machine` returns it.
         host: Bytes of the host's memory for each rank.
-        planned: The plan, which another process computes (`commands.plan.background.PlannedPeak`). None if there can
-            be none.
+        planned: The plan, which another process computes (`commands.plan.background.PlannedPeak`). None if no plan is
+            computed.
         device: The GPU with the least memory. None on CPUs.
         free: Bytes of its memory that are free, if other processes use the GPU too.
 
@@ -205,7 +205,8 @@ def _small_values(recipe: Any, world_size: int) -> dict[str, Any]:
         if key in values:
             values[key] = value
     if recipe.train.masters != "float32" and "parallel.reduce_each" in values:
-        values["parallel.reduce_each"] = False  # with it, the sum over micro-batches would be rounded
+        # With reduce_each, the bfloat16 gradients would be rounded after each micro-batch.
+        values["parallel.reduce_each"] = False
     return values
 
 

@@ -109,8 +109,10 @@ class ResolvedRun:
 def resolve(recipe: Recipe, runtime: Runtime, stack: ExitStack) -> ResolvedRun:
     """Resolve the spec of a run on this rank.
 
-    The recipe has been checked (`training.dry_run`). The run's directory is locked, and its metrics are open, until
-    `stack` closes.
+    Args:
+        recipe: The recipe, which was checked already (`training.dry_run`).
+        runtime: This rank.
+        stack: Until it closes, the run's directory is locked and its metrics are open.
 
     Raises:
         UserError: On every rank, for the first problem.
@@ -125,9 +127,12 @@ def resolve(recipe: Recipe, runtime: Runtime, stack: ExitStack) -> ResolvedRun:
     inputs.source.tokenizer  # noqa: B018 (a cached property; a tokenizer that cannot be read ends the run here)
     precision = choose_precision(recipe.train.dtype, runtime.device.type, recipe.train.masters)
 
-    # Reading the data may take long, so the model is built before, to find mistakes in it early. But a model has its
-    # vision tower only if the data have images. So patterns that may mean the tower (`lora.target`, `train.freeze`) can
-    # be checked only after the data, and a model that turns out to need its tower is built again.
+    # The model is built on meta before the data are read, because reading may take long and mistakes in the model
+    # should be found early. But a model has its vision tower only if the data have images. There are three cases:
+    #
+    #     the recipe has patterns that may match the tower    build once, after the data (lora.target, train.freeze)
+    #     otherwise, data without images                      build once, before the data
+    #     otherwise, data with images                         build before the data, and again with the tower after it
     waits_for_data = model_setup.may_name_tower(inputs)
     meta: MetaModel | None = None
     if not waits_for_data:
@@ -172,9 +177,13 @@ def resolve(recipe: Recipe, runtime: Runtime, stack: ExitStack) -> ResolvedRun:
 
 
 def check_other_models(inputs: RunInputs, host: Host) -> None:
-    """Check that the weights of the reference, the teacher and the reward model fit their configs, on rank 0.
+    """Check on rank 0 that the weights of the reference, the teacher and the reward model fit their configs.
 
-    Raises UserError on every rank. Collective: one broadcast for each model.
+    Raises:
+        UserError: On every rank.
+
+    Collectives:
+        One broadcast for each model.
     """
     if not inputs.other_models:
         return
@@ -186,7 +195,7 @@ def check_other_models(inputs: RunInputs, host: Host) -> None:
 
 
 def read_evals(inputs: RunInputs, data: DataFacts, host: Host) -> EvalFacts:
-    """Read the sets of `eval`, if the recipe has any. Raises UserError on every rank. Collective."""
+    """Read the sets of `eval`, if the recipe has any. Errors and collectives are those of `setup.evals.read_sets`."""
     if not inputs.recipe.evals:
         return EvalFacts()
     from dtrain.training.setup import evals  # loads rl and inference, which a run without `eval` does not need

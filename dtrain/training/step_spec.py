@@ -1,8 +1,9 @@
 """The spec of one optimizer step: the part of a run's spec that decides the memory and the computation of a step.
 
-`resolve_step` builds it in any process, for devices that need not exist. It reads only each model's config.json. If the
-model accepts images, it also reads the first rows of the data, the tokenizer and the image processor, if they are on
-this machine. `dtrain plan` uses it, and so does the choice of sizes before a run.
+`resolve_step` builds the spec in any process, also for devices that this machine does not have. It reads each model's
+config.json and no weights. If the model accepts images, it also reads the first rows of the data, the tokenizer and the
+image processor, as far as they are on this machine. `dtrain plan` uses the spec, and so does the choice of sizes before
+a run.
 """
 
 from collections.abc import Mapping, Sequence
@@ -108,7 +109,8 @@ def resolve_step(
     """
     if recipe.train.global_batch == "auto":
         # The value of `auto` depends on the number of rows, which is not known here. But some methods use the same
-        # batch for any number of rows, for example the batch of a rollout. So ask for the smallest and the largest.
+        # batch for any number of rows, for example the batch of a rollout. For these methods, the batch for no rows is
+        # equal to the batch for very many rows, and is the value of `auto`.
         method = build_method(recipe)
         smallest = method.automatic_batch(0)
         largest = method.automatic_batch(MAX_AUTO_BATCH * MIN_STEPS_PER_EPOCH)

@@ -121,7 +121,10 @@ def _vision(run: BuiltRun) -> str:
 
 
 def _data_line(spec: RunSpec) -> str:
-    """Return the line about the training rows. Rows per pass are shown if the batch or the steps follow from them."""
+    """Return the line about the training rows.
+
+    The rows per pass are shown if the batch or the steps follow from them.
+    """
     rows = spec.rows["train"]
     per_pass = ""
     if spec.original_recipe.train.global_batch == "auto" or spec.recipe.train.epochs is not None:
@@ -303,7 +306,7 @@ def _questions(recipe: Recipe, kind: str) -> str:
 
 
 def _answer_lines(directory: Path) -> list[str]:
-    """Return lines with the first and the last answer to one prompt, of an evaluation or else of the rollouts."""
+    """Return lines with the first and the last answer to the same prompt, from evaluations or else from rollouts."""
     for name in ("evals.jsonl", "samples.jsonl"):
         path = directory / name
         if not path.is_file():

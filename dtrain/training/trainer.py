@@ -101,7 +101,7 @@ def train_checked(recipe: Recipe, runtime: Runtime) -> None:
         trainer = Trainer.open(recipe, runtime, stack)
         start = trainer.resume()
         has_all_steps = start.step >= trainer.total_steps
-        # Validations and evaluations of the step that is resumed may be missing, and `train.patience` may end the run.
+        # Evaluations of the step that is resumed may be missing, and `train.patience` may end the run.
         is_over = trainer.measure(start.step, has_all_steps)
         if is_over:
             trainer.finish_without_steps(start)
@@ -172,14 +172,14 @@ class Trainer:
         self.saver = stack.enter_context(self._build_saver())
         self.patience = Patience(recipe.checkpoint.keep_best, self._choose_better, recipe.train.patience)
 
-        self._latest_metrics: dict[str, float] = {}  # of the last finished step; saved with a checkpoint
-        self._cursor = self.start.cursor  # the position in the data after the last finished step
-        self._validated_step = self.start.step  # the last step whose validation, if it was due, is done
+        self._latest_metrics: dict[str, float] = {}  # metrics of the last finished step; saved with a checkpoint
+        self._cursor = self.start.cursor  # position in the data after the last finished step
+        self._validated_step = self.start.step  # the step that was validated last, or from which the run starts
         # The step of the newest checkpoint that holds this run's state. None before the first save of a fresh run.
         self._saved_step = None if self.start.state is None else self.start.step
-        # Each save has a random mark, "<mark of the run>-<mark of the save>". Steps of two runs, or of one run that was
-        # started over, can have the same number; their marks differ. An export records the step and the mark of the
-        # newest save, so that a resumed run can tell whether its export is up to date.
+        # Each save has a random mark, "<mark of the run>-<mark of the save>", because a step's number does not identify
+        # a save: two runs, or a run that was started over, have steps with the same number. An export records step and
+        # mark of the newest save, so that a resumed run can find out whether its export is up to date.
         saved_mark = None if self.start.state is None else self.start.state.get("save")
         self._newest_save: dict[str, Any] = {"step": self.start.step, "save": saved_mark}
         self._run_mark = secrets.token_hex(8)
@@ -361,7 +361,7 @@ class Trainer:
         self.save(step, self._cursor, wait=True)
 
     def measure(self, step: int, is_last: bool) -> bool:
-        """Validate and evaluate after `step`, as far as that is due and not done yet. Collective.
+        """Run the validation and the evaluations that are due after `step` and not done yet. Collective.
 
         Args:
             step: The step.
@@ -392,7 +392,7 @@ class Trainer:
     def evaluate(self, step: int, is_last: bool) -> None:
         """Run the evaluations that are due after `step`. Collective.
 
-        A signal interrupts them. Those that are missing are done when the run is resumed.
+        A signal interrupts them. A resumed run does the evaluations that are missing.
         """
         if self.evaluations is None:
             return
@@ -401,7 +401,7 @@ class Trainer:
                 self._record(fields)
 
     def _record(self, fields: Mapping[str, float]) -> None:
-        """Add fields to the metrics of the current step, and show them to `train.patience`."""
+        """Add fields to the metrics of the current step, and pass them to `patience`."""
         self._latest_metrics |= fields
         self.patience.record(fields)
 
@@ -595,9 +595,9 @@ class Trainer:
         return signum
 
     def _farewell(self, step: int) -> str:
-        """Return the message of a run that stops after `step`: where the step is saved, and how to continue."""
+        """Return the message of a run that stops after `step`: the location of the save, and how to continue."""
         if self._saved_step == step:
-            is_start = step == self.start.step  # it may be in another run's directory
+            is_start = step == self.start.step  # the save of the start may be in another run's directory
             path = self.start.path if is_start else self.store.path(step)
             continues = is_start or self.recipe.checkpoint.resume is not None
             how = "the same command" if continues else "checkpoint.resume=auto"

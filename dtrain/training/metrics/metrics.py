@@ -145,11 +145,11 @@ class Recorder:
             sink.close()
 
     def _to_sinks(self, act: Callable[[Sink], None], views: bool = True) -> None:
-        """Call `act` with every sink, and drop those that fail.
+        """Call `act` with every sink. A sink that fails is dropped with a warning.
 
         Args:
             act: The function.
-            views: Whether to call it with the views too. metrics.jsonl is no view.
+            views: Whether to call it with the views too, which are all sinks but metrics.jsonl.
         """
         for sink in list(self._sinks):
             if sink.is_view and not views:
@@ -230,7 +230,7 @@ def _is_installed(package: str) -> bool:
 def model_flops_utilisation(
     flops_per_sec: float, world_size: int, device: "torch.device", compute_dtype: "torch.dtype"
 ) -> float | None:
-    """Return the model FLOPs utilisation: the share of the devices' peak that the model's own arithmetic takes.
+    """Return the model FLOPs utilisation: the model's own FLOPs per second divided by the devices' peak.
 
     Args:
         flops_per_sec: Training FLOPs per second over all ranks, without recomputation.

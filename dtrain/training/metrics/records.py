@@ -1,8 +1,9 @@
 """Reader of a run's files, also while the run continues: metric rows, its recipe, and its completions. No torch.
 
-fields.toml is the one table of the fields of metrics.jsonl, with units and meanings. The order of a row, the report's
-labels and docs/metrics.md (tools/metrics_reference.py) come from it. `Method.measures` lists the fields of a method;
-fields that no method lists are written under all. Completions are read from samples.jsonl and evals.jsonl.
+fields.toml is the only table of the fields of metrics.jsonl, with units and meanings. The order of a row, the report's
+labels and docs/metrics.md (tools/metrics_reference.py) come from this table. `Method.measures` lists the fields of a
+method. In docs/metrics.md, a field that no method lists belongs to all methods. Completions are read from samples.jsonl
+and evals.jsonl.
 
 `LineFollower` reads the new complete lines of a file that is still being written. `AnswerFile` uses it to find the
 lines of each step, and `read_rows` to read a whole file once.
@@ -89,15 +90,15 @@ def find_field(name: str) -> MetricField | None:
 
 
 class LineFollower:
-    """The complete lines of a file that others write to. Each call of `read_new` yields the new ones.
+    """Reader of the complete lines of a file that another process writes. Each call of `read_new` yields the new lines.
 
-    A resume cuts or replaces the file. This is noticed by the last bytes before the current position, which are then
-    not the same any more, and the file is read from its beginning again.
+    A resume cuts or replaces the file. To notice this, the reader stores the last bytes before its position. If they
+    have changed, it reads the file from the beginning again.
 
     Attributes:
         path: The file, which need not exist yet.
-        num_restarts: How often the file was read from its beginning again.
-        num_skipped: Lines longer than LONGEST_LINE since then.
+        num_restarts: Number of times that the file was read from the beginning again.
+        num_skipped: Number of lines longer than LONGEST_LINE since the last restart.
     """
 
     def __init__(self, path: Path):
@@ -108,7 +109,7 @@ class LineFollower:
         self._mark = b""  # the last bytes before that position, up to _MARK_BYTES
 
     def read_new(self) -> Iterator[tuple[int, bytes]]:
-        """Yield each new complete line with the position where it begins. Nothing if there is no file.
+        """Yield the start position and the bytes of each new complete line. Yields nothing if there is no file.
 
         A last line without a line break is still being written, or was torn by a kill. It is left for the next call.
 
@@ -349,7 +350,7 @@ def _rewards_by_function(entry: Any) -> dict[str, float]:
 
 
 def _prompt_images(entries: Any) -> tuple[PromptImage, ...]:
-    """Return the undamaged ones among the first images of a row's `images`."""
+    """Return the first MAX_PROMPT_IMAGES entries of a row's `images`, without damaged entries."""
     if not isinstance(entries, list):
         return ()
     images = [PromptImage.of(entry) for entry in entries[:MAX_PROMPT_IMAGES]]
@@ -357,13 +358,13 @@ def _prompt_images(entries: Any) -> tuple[PromptImage, ...]:
 
 
 class AnswerFile:
-    """A samples.jsonl or evals.jsonl, by steps.
+    """Index of a samples.jsonl or evals.jsonl by step.
 
-    Such a file may be larger than the memory. So only the positions of each step's lines are kept, and the lines are
-    read when `read_step` is called.
+    Such a file may be larger than the memory. So only the positions of each step's lines are stored, and the lines
+    themselves are read when `read_step` is called.
 
     Attributes:
-        steps: For each step, the ranges (begin, end) of bytes that hold its lines.
+        steps: For each step, the byte ranges (begin, end) of its lines.
     """
 
     def __init__(self, path: Path):
@@ -386,11 +387,11 @@ class AnswerFile:
                 continue
             ranges = self.steps.setdefault(step, [])
             end = start + len(line)
-            if ranges and ranges[-1][1] == start:  # it follows the line before
+            if ranges and ranges[-1][1] == start:  # the previous line of the file is of the same step
                 ranges[-1] = (ranges[-1][0], end)
             else:
                 ranges.append((start, end))
-        # A file that was cut to nothing has no new line.
+        # A file that was cut to nothing has no new line, so the loop has not noticed the restart.
         return self._forget_after_restart() or has_changed
 
     def _forget_after_restart(self) -> bool:

@@ -37,7 +37,7 @@ class JsonlSink:
     def resume_at(self, step: int) -> None:
         """Remove the rows after `step` and a last line that was torn by a kill. 0 removes all rows.
 
-        The other lines stay byte for byte. A kill in the middle leaves the old file or the new one.
+        The other lines stay the same byte for byte. A kill in between leaves either the old or the new file.
         """
 
         def stays(line: bytes) -> bool:

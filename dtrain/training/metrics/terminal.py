@@ -1,8 +1,8 @@
 """The terminal: the progress bar and lines of a run, escaping of control characters, and small plots. No torch.
 
-On a terminal, lines have colours, a bar stays below them, and the lines of steps are chosen by number, so that a run
-prints about `LINES_OF_A_RUN` of them. If the output is piped, the lines have no control characters, and a step is
-printed every few seconds.
+On a terminal, lines have colours, and a progress bar stays below them. A line is printed for every N-th step. N is the
+smallest number of 1, 2, 5, 10, ... for which a run prints at most `LINES_OF_A_RUN` such lines. If the output is piped,
+lines have no control characters, and a line for a step is printed every few seconds.
 """
 
 import re
@@ -75,7 +75,7 @@ class Progress:
             self.say(self._step_line(row, seconds_left))
 
     def _estimate_duration(self, step: int, now: float) -> None:
-        """Print once how long the run will take, if that is long, as soon as a few steps were timed."""
+        """Print the estimated rest of a long run, once, as soon as a few steps were timed."""
         if self._is_estimated or step == self._total_steps or self._after_first_step is None:
             return
         first_step, first_time = self._after_first_step
@@ -89,7 +89,7 @@ class Progress:
             self.say(f"{'time':<10}about {tqdm.format_interval(seconds_left)} for the {steps_left} steps left")
 
     def _step_line(self, row: Mapping[str, int | float], seconds_left: float) -> str:
-        """Return the line of a step. On a terminal it has columns, as many as fit into its width."""
+        """Return the line of a step. On a terminal the line has as many columns as fit into the width."""
         fields = _format_fields(row)
         if self._bar is None:
             line = f"step {int(row['step'])}/{self._total_steps}  {'  '.join(fields.values())}"
@@ -222,7 +222,7 @@ class _DotGrid:
         self._cells = [[0] * width for _ in range(height)]
 
     def fill(self, column: int, first_row: int, last_row: int) -> None:
-        """Set the dots of a column between two rows, in any order, both included."""
+        """Set the dots of a column between two rows, both included. The rows may be in any order."""
         for row in range(min(first_row, last_row), max(first_row, last_row) + 1):
             self._cells[row // 4][column // 2] |= self._BITS[row % 4][column % 2]
 

@@ -219,7 +219,7 @@ def _check_expressions(section: Lora) -> list[Problem]:
 
 
 def _expression_problem(key: str, expression: str, error: str, more: str = "") -> Problem:
-    """Return the problem of a text that is not a regular expression. `more` is added to the fix."""
+    """Return the problem of an invalid regular expression. `more` is appended to the fix."""
     text = f"{key}: {expression[:200]} is not a regular expression ({error})"
     return Problem(key, text, f"`.*` stands for any text, \\. for a dot{more}")
 
@@ -259,7 +259,7 @@ def _names_of_embedding_and_head() -> set[str]:
 
 
 def _matches(name: str, pattern: str | Sequence[str]) -> bool:
-    """Check whether a name matches a regular expression, or one of a list of names."""
+    """Check whether a name matches a regular expression (a string) or an entry of a list of names."""
     return is_selected(name, pattern if isinstance(pattern, str) else tuple(pattern))
 
 
@@ -339,7 +339,7 @@ def _hint_for_expression(key: str, expression: str, layers: Sequence[str]) -> st
 
 
 def _nearest_or_all(name: str, names: Sequence[str]) -> str:
-    """Return the fix for a wrong name: the nearest one of `names`, or all of them."""
+    """Return the fix for an unknown name: the most similar of `names`, or all of them."""
     near = closest_name(name, names)
     return f"Did you mean {near}?" if near else f"There are {', '.join(names) or 'none'}"
 

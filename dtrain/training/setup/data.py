@@ -2,9 +2,10 @@
 
 The checks come first, then `open_data`, which a run calls, and `open_splits`, which opens the rows.
 
-A plan reads only the first rows. `images_of_first_rows` finds the document with the most patches among them, and
-assumes that every row has its images. A packed row has them as often as the document fits into it. For example, if that
-document has 700 tokens and one image, a packed row of 2,048 tokens is assumed to have 2 images.
+A plan reads only the first rows. `images_of_first_rows` finds the document whose images would give a row the most
+patches, and assumes that every row is filled with this document: once, or in a packed row as often as it fits. For
+example, a document of 700 tokens with one image fits twice into a packed row of 2,048 tokens. So every row is assumed
+to have 2 images.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -264,7 +265,15 @@ def splits(inputs: RunInputs) -> list[str]:
 
 
 def row_options(inputs: RunInputs, cache_dir: Path | None) -> dict[str, Any]:
-    """Return the arguments of `open_rows` and `open_file_checks` that follow from a recipe. Raises UserError."""
+    """Return the arguments of `open_rows` and `open_file_checks` that follow from a recipe.
+
+    Args:
+        inputs: The run's inputs.
+        cache_dir: The directory of caches. None: nothing is stored.
+
+    Raises:
+        UserError: If the tokenizer, the template or the method's tools cannot be read.
+    """
     recipe, method = inputs.recipe, inputs.method
     return {
         "kind": method.kind,
@@ -303,8 +312,8 @@ def open_splits(
             recipe.data, split=split, epochs=recipe.train.epochs, say=say, progress=progress, **options
         )
         if recipe.data.packing == "auto":
-            # The first split decides, so data.val is packed like data.train. Rows of prompts are not packed themselves,
-            # but their completions are.
+            # The training split decides for both splits. Rows of prompts are never packed. For methods that train on
+            # completions, `data.packing` means that completions are packed, and auto switches this on.
             packs_rows = opened["train"].packing or options["kind"] == "prompts"
             recipe = replace(recipe, data=replace(recipe.data, packing=packs_rows))
     has_images = any(rows.samples.meta["images"] for rows in opened.values())
@@ -370,7 +379,7 @@ def images_of_first_rows(inputs: RunInputs) -> AssumedImages:
 
 
 def is_packed(method: Method) -> bool:
-    """Check whether the rows of a batch hold several documents."""
+    """Check whether rows of the data have several documents. Completions are packed later, in the rollout."""
     return bool(method.recipe.data.packing) and method.kind != "prompts"
 
 
@@ -387,12 +396,12 @@ class DocumentImages(NamedTuple):
 
 
 def densest_images(documents: Sequence[DocumentImages], length: int, packed: bool) -> "tuple[Layout, ...]":
-    """Return the images of a row that is filled with the document that gives it the most patches.
+    """Fill a row with the document whose images give the row the most patches, and return the row's images.
 
     Args:
         documents: The documents.
         length: Tokens of the row.
-        packed: Whether the row is packed, so that it holds the document as often as it fits.
+        packed: Whether the row is packed. It then has the document as often as it fits, otherwise once.
     """
 
     def num_copies(document: DocumentImages) -> int:

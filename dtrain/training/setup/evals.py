@@ -144,8 +144,8 @@ def rewards_of(eval_set: EvalSet, files: Sequence[Path]) -> list[Reward]:
 def usual_reward(files: Sequence[Path], names: Mapping[str, str] = MappingProxyType({})) -> str:
     """Return the name of the default reward for data, by the answers in the first rows of each file.
 
-    It is math_exact, or text_exact if fewer than half of the answers contain a number or a mark of a final answer, such
-    as \\boxed. Wrong rows are skipped here, because the reader of the questions reports them.
+    The default is math_exact. It is text_exact if fewer than half of the answers contain a number or a mark of a final
+    answer, such as \\boxed. Wrong rows are skipped here, because the reader of the questions reports them.
 
     Args:
         files: Files of prompts.
@@ -266,7 +266,7 @@ def _refuse_long_prompts(eval_set: EvalSet, questions: Questions, positions: int
 
 
 def _with_cache(inputs: RunInputs, reward: Reward) -> Reward:
-    """Return the reward. A judge gets a file in the cache for its judgements, so that no answer is judged twice."""
+    """Return the reward. The reward `judge` gets a file in the cache, so that it judges no answer twice."""
     if reward.fn != "judge" or "cache" in reward.kwargs:
         return reward
     return replace(reward, kwargs={**reward.kwargs, "cache": str(inputs.cache / "judged.jsonl")})

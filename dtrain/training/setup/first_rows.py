@@ -83,6 +83,10 @@ def look_at_data(inputs: RunInputs, host: DryHost) -> DataFacts:
     The first mistake of each file becomes a problem of `host`. No data are read if `host` already has a problem with a
     key of the data, or if data have to be downloaded or copied first.
 
+    Args:
+        inputs: The run's inputs.
+        host: Collects the problems. Its problems so far are read.
+
     Returns:
         The facts, as far as they are known. They have rows only if all rows were read.
     """
@@ -138,7 +142,7 @@ def _accepts_images(inputs: RunInputs, host: DryHost, split: str) -> bool:
 
 
 def _is_of_data(key: str) -> bool:
-    """Check whether a key decides how rows are read."""
+    """Check whether rows cannot be read if there is a problem with this key."""
     return key == "data" or key.startswith(("data.", "grpo.tools"))
 
 
@@ -234,9 +238,10 @@ def _size(file: Path) -> int:
 def _check_shapes(files: Sequence[tuple[str, FileCheck]], host: DryHost) -> list[str]:
     """Check the rows of large files for MAX_SECONDS.
 
-    There are two passes. The first one checks only the shape of the rows, which is fast. The second one also tokenises
-    them, to find rows that the chat template or `data.too_long` refuses. Small files come first, and each file may use
-    an equal part of the time that is left.
+    There are two passes. The first pass checks only the shape of the rows, which is fast. The second pass also
+    tokenises the rows, to find rows that the chat template or `data.too_long` refuses. Small files come first, and each
+    file may use an equal part of the remaining time. For example, with 5 seconds for 5 files, the first file may use 1
+    second. If it needs only 0.2 seconds, the second file may use 4.8 / 4 = 1.2 seconds.
 
     Args:
         files: The key of the split and the file, for each file.

@@ -54,8 +54,16 @@ def check_device(
 ) -> None:
     """Report the requirements that this machine's device does not meet.
 
-    A run does not call this function. Its ranks choose their kernels when they build the model, because all of them
-    have to choose kernels that every rank's device supports.
+    Only a dry run calls this function. The ranks of a run choose their kernels when they build the model, because the
+    choice has to be the same on all ranks.
+
+    Args:
+        recipe: The recipe, with values in place of `auto`.
+        method: The recipe's method.
+        config: The model's config.
+        precision: Dtypes of the run.
+        device: A device of this machine.
+        host: Collects the problems.
     """
     longest = method.max_row_length()
     host.attempt("model.attention", lambda: choose_attention(recipe, config, precision, device, longest))

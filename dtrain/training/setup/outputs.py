@@ -43,8 +43,8 @@ def _check_name(name: str | None) -> list[Problem]:
 def _check_best(inputs: RunInputs) -> list[Problem]:
     """Check `checkpoint.keep_best` and `train.patience`.
 
-    keep_best compares checkpoints, so the field must be measured at every save. patience counts the values of the same
-    field, so it must be measured at all.
+    `keep_best` compares saves by a field, so the field must be measured at every save. `patience` counts the values of
+    the same field, so the field must be measured during the run.
     """
     recipe = inputs.recipe
     best, every, patience = recipe.checkpoint.keep_best, recipe.checkpoint.every, recipe.train.patience

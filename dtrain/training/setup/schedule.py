@@ -66,8 +66,8 @@ def refuse_idle(recipe: Recipe, method: "Method", rows: Rows, steps: int) -> Non
     """Refuse a run that would train nothing, or almost nothing.
 
     A run whose learning rate stays at 0, or whose warm-up is longer than the run, is always refused. If the number of
-    steps follows from `train.epochs`, a run of fewer than 5 steps and a run that is all warm-up are refused too.
-    With `train.steps` they are allowed, because then they are intended.
+    steps follows from `train.epochs`, a run is also refused if it has fewer than 5 steps, or if all its steps are
+    warm-up. With `train.steps` such runs are allowed, because the user has chosen the number.
 
     Args:
         recipe: The recipe with its batch.

@@ -25,7 +25,7 @@ class SizeFacts:
     """The sizes of a run.
 
     Attributes:
-        recipe: The recipe with numbers for `train.global_batch` and `train.micro_batch`.
+        recipe: The recipe with numbers for `train.global_batch` and `train.micro_batch`, if the rows were read.
         method: The method of that recipe.
         sizes: The mesh and the batch.
         steps: Steps of a fresh run. None if the rows were not read.

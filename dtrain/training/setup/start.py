@@ -201,8 +201,9 @@ def resolve(
 def validate_every(recipe: Recipe, total_steps: int) -> int | None:
     """Return the number of steps between validations; None if there are no validations.
 
-    With `train.validate_every=auto` there is one at every save if `checkpoint.keep_best` needs it, or else
-    NUM_VALIDATIONS in the whole run.
+    `train.validate_every=auto` means a validation at every save if `checkpoint.keep_best` compares a validation metric.
+    Otherwise it means NUM_VALIDATIONS validations in the run. For example, a run of 103 steps is validated every 21
+    steps and at the end.
     """
     every, checkpoint = recipe.train.validate_every, recipe.checkpoint
     if recipe.data.val is None or every is None:
@@ -239,8 +240,9 @@ def _check_weights(
     """Check that the weights of `checkpoint.init_from` belong to this model. Only headers are read. Rank 0 only.
 
     Raises:
-        UserError: Also for an adapter with other scales or another quantization, and for trained tensors whose run had
-            other frozen weights. Their shapes fit, but they would be another model here.
+        UserError: If names or shapes of tensors do not fit. Also for an adapter with other scales or another
+            quantization, and for trained tensors whose run had other frozen weights: these tensors would fit, but they
+            would not be the same model.
     """
     assert start.init_weights is not None and meta is not None
     store, step = start.init_weights
@@ -307,9 +309,10 @@ def _compare(
     meta: MetaModel | None,
     host: Host,
 ) -> list[str]:
-    """Return the changes since the save that the run resumes.
+    """Return a line for each change since the save that the run resumes (`resume.compare`).
 
-    A dry run allows changes of the location of files that it has not read, because their content may be the same.
+    A dry run does not read all files. It accepts another path for a file that it has not read, because the content may
+    be the same.
 
     Raises:
         UserError: On every rank, if the recipe has changed in a way that no resume allows.
