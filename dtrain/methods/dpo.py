@@ -554,7 +554,8 @@ def reference_table(
         method: Builds the reference if the policy has none and the table has to be computed.
         policy: The policy that is trained.
         rows: Rows of pairs.
-        identities: Digests of what the run reads at its start; the file's name depends on the reference's.
+        identities: Digests of the files that the run reads at its start. The table's name depends on the digests of the
+            reference and of the model's config.
         ld_alpha: Length desensitisation of the token weights (`dpo.ld_alpha`). None: every weight is 1.
 
     Returns:

@@ -218,7 +218,7 @@ class Method:
         Section: Dataclass of the method's keys, which a recipe has under the method's name.
         section: The values of these keys.
         about: Description of the method, such as "supervised fine-tuning".
-        kind: What a sample of the data is: "examples", "pairs", "labelled" (replies that are wanted or not) or
+        kind: The kind of the data's samples: "examples", "pairs", "labelled" (replies that are wanted or not) or
             "prompts".
         measures: Metrics of the method, besides the metrics of all methods (training/metrics/records.py).
         curves: Metrics that show what was learned, with their titles.
@@ -429,7 +429,7 @@ class Method:
         """
 
     def before_step(self, cursor: Cursor) -> None:
-        """Prepare what the next step needs besides rows of the data, such as a rollout. All ranks call it.
+        """Prepare the next step, for example generate a rollout. All ranks call this before each step.
 
         Args:
             cursor: Position in the data at which the run began.

@@ -122,7 +122,7 @@ class RewardMethod(Method):
         config = policy.model.config
         self._rows = dict(splits)
         self._pad = config.pad_token_id
-        if self._pad is None:  # the one that the export's config.json will have
+        if self._pad is None:  # then use the padding token that the export's config.json will have
             self._pad = padding_token(self.recipe.model.directory, config.eos_token_ids)
         if config.has_new_head and self.recipe.model.init == "pretrained":
             run.metrics.say(

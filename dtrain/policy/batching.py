@@ -1,6 +1,6 @@
 """From a caller's batch to micro-batches.
 
-Three steps lead from what a caller passes to `Policy.forward_backward` to what the model's forward receives:
+Three steps lead from the batch that a caller passes to `Policy.forward_backward` to the inputs of the model's forward:
 
 1. `check_batch` checks the rows of this data-parallel (dp) rank, and that the streams are the same on every dp rank. If
    not, every rank raises the same error, so that none waits in a collective for a rank that has failed.

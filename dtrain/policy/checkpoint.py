@@ -355,7 +355,8 @@ def save_models(
         store: The checkpoints. A step is never overwritten.
         step: Number of the step.
         models: `Policy.checkpoint` of each model by name. Tensors of "policy" keep the names that a run with one model
-            uses, such as `model.norm.weight`. Those of a model "critic" are `critic.model.norm.weight` and so on.
+            uses, such as `model.norm.weight`. The names of other models get a prefix: with the name "critic", the
+            tensor is `critic.model.norm.weight`.
         state: Further state of the caller as JSON. `load_models` returns it.
 
     Raises:

@@ -128,9 +128,9 @@ class StepObserver:
         Policy.optimizer_step
             update_begins, update_ends
 
-    If several calls of `forward_backward` come before an `optimizer_step`, each of them has all of its events. Forwards
-    without a backward, as those of `Policy.logprobs` and `Policy.evaluate`, have the first four events, also with the
-    weights of the reference. Forwards of a teacher, of a reward model and of `Policy.another` are not observed.
+    If several calls of `forward_backward` come before an `optimizer_step`, each call has all of its events. Forwards
+    without a backward, for example in `Policy.logprobs` and `Policy.evaluate`, have the first four events, also with
+    the weights of the reference. Forwards of a teacher, of a reward model and of `Policy.another` are not observed.
 
     Example:
         class Timer(StepObserver):

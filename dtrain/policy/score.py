@@ -686,8 +686,9 @@ def _check_routed_experts(batch: Batch, model: CausalLM) -> None:
 def _to_device(batch: Batch, device: torch.device) -> Batch:
     """Copy a micro-batch to the device, and add `label_index` [T]: the flat positions that have a label.
 
-    The index is computed on the host, where it costs no synchronisation. On CUDA all streams travel in one copy out of
-    pinned memory, for which the host does not wait. The returned streams are views of that copy.
+    The index is computed on the host, where it costs no synchronisation. On CUDA, all streams are written to one pinned
+    buffer and copied together, and the host does not wait for the copy. The returned streams are views of the buffer on
+    the device. For example, streams of 40 and 24 bytes begin at the bytes 0 and 48, the next multiple of 16.
     """
     streams = {**batch, "label_index": (batch["labels"].flatten() != IGNORE_INDEX).nonzero().squeeze(1)}
     if device.type != "cuda":

@@ -1,9 +1,15 @@
 """Resume: finding the checkpoint that a run starts from, comparing the saved run, and saving and loading its state.
 
-A run calls `find_start` (which step), `identities` (what the run reads now), `compare` (may this recipe resume) and
-`restore`. For example, a run with checkpoint.resume=auto whose directory has step-10 and a damaged step-20 prints that
-step-20 is damaged, renames it to damaged-step-20, and resumes from step-10. If `optimizer.lr` is then different from
-the value in the checkpoint's recipe, the resume is refused unless checkpoint.allow_changes=[optimizer.lr].
+A run calls these functions in this order:
+
+    find_start    finds the step to start from
+    identities    computes digests of the files that the run reads now
+    compare       checks that this recipe and these files may resume the saved run
+    restore       loads the checkpoint
+
+For example, a run with checkpoint.resume=auto whose directory has step-10 and a damaged step-20 prints that step-20 is
+damaged, renames it to damaged-step-20, and resumes from step-10. If `optimizer.lr` is then different from the value in
+the checkpoint's recipe, the resume is refused unless checkpoint.allow_changes=[optimizer.lr].
 
 A checkpoint contains:
 
@@ -516,8 +522,8 @@ def restore(start: Start, recipe: Recipe, policy: Policy, method: Method) -> Non
         Those of `PolicyCheckpoint.load`.
     """
     store, state = start.checkpoint
-    # A checkpoint also has the optimizer's options, such as "lr". Options that the recipe has changed since the save are
-    # not restored.
+    # A checkpoint also has the optimizer's options, such as "lr". Options that the recipe has changed since the save
+    # keep the recipe's values.
     changed_options = set()
     for key, _, _ in config.diff_recipes(state["recipe"], recipe):
         if key.startswith("optimizer."):

@@ -1,4 +1,4 @@
-"""Metrics of a run: their fields, where they are written, and how they are read again. Only rank 0 writes.
+"""Metrics of a run: their fields, writing them to files and services, and reading them again. Only rank 0 writes.
 
 metrics   the recorder, which sends the rows of a run to every sink
 sinks     metrics.jsonl, TensorBoard, Weights & Biases

@@ -47,8 +47,8 @@ def mesh_problems_of(inputs: RunInputs, config: ModelConfig, ep: int, model_key:
         inputs: The run's inputs.
         config: The model's config.
         ep: Number of ranks over which its experts are distributed.
-        model_key: Key and value of a model that is not model.path, such as "distill.teacher=/models/large". It is put
-            before the messages.
+        model_key: For a model other than model.path, its key and value, such as "distill.teacher=/models/large". The
+            messages begin with it.
     """
     recipe, tp = inputs.recipe, inputs.recipe.parallel.tp
     problems: list[Problem] = []

@@ -58,7 +58,7 @@ def check_keys(inputs: RunInputs) -> list[Problem]:
         return []
     keys = recipe_keys()
     sections = set()  # "data" and "data.train" for "data.train.path"
-    mappings = []  # a mapping such as optimizer.kwargs has entries with any name
+    mappings = []  # prefixes such as "optimizer.kwargs.": a mapping may have entries with any name
     for name in keys:
         parts = name.split(".")
         for depth in range(1, len(parts)):
