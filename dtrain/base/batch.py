@@ -257,6 +257,8 @@ def _seq_ids(ids: Tensor, input_lengths: Tensor | None, attention_mask: Tensor |
 
 def _check_seq_ids(seq_ids: Tensor) -> None:
     """Raise ValueError unless each row counts its documents from 0, with padding only on the right."""
+    # Each position may be padding, stay in the document of the position before, or begin the next document. A document
+    # after padding (-1) is refused: seq_id 0 is not above 0, and any other seq_id is a step of more than 1.
     following, step = seq_ids[:, 1:], seq_ids.diff()
     is_padding = following == PADDING_SEQ_ID
     stays = (following >= 0) & (step == 0)

@@ -132,6 +132,8 @@ def read_safetensors_header(path: Path) -> tuple[dict[str, dict[str, Any]], int]
                 and isinstance(entry["shape"], list)
             ):
                 raise ValueError("an entry of its header is malformed")
+        # The data follow the header directly, so the file ends where the last tensor ends. A file that was cut short by
+        # an interrupted download does not.
         ends = [entry["data_offsets"][1] for entry in entries.values()]
         if path.stat().st_size != 8 + size + max(ends, default=0):
             raise ValueError("its size is not the one in its header")

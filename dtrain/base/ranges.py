@@ -143,6 +143,7 @@ def closest_name(word: str, known: Collection[str]) -> str | None:
         return names[close[0]]
     if len(normalized_word) < 4:
         return None
+    # No similar name: is the word the beginning of exactly one name, or one of its words between underscores?
     containing = []
     for name in known:
         if _normalize(name).startswith(normalized_word) or normalized_word in name.lower().split("_"):

@@ -54,6 +54,7 @@ def smallest_kept_value(values: Tensor, probabilities: Tensor, share: Tensor) ->
     """
     is_small = values.numel() <= _SMALL_NUMEL
     step = _BITS_PER_PASS_SMALL if is_small else _BITS_PER_PASS
+    # With a share of 0, every trial would have enough mass, and the search would end at the highest rank, a NaN.
     share = share.clamp(min=torch.finfo(torch.float64).tiny)
     num_bits = torch.iinfo(_INTEGER_TYPES[values.dtype]).bits
     rank = torch.zeros(len(values), 1, dtype=torch.int64, device=values.device)

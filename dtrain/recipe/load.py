@@ -149,6 +149,7 @@ def load_with_problems(
     values = _resolve(config, "", problems)
     typed = build_recipe(kind, values, problems)
 
+    # A file with unknown keys may be another tool's recipe. Then the converted recipe is part of the error.
     if problems:
         has_method = "method" in written or any(override.startswith("method=") for override in overrides)
         known_method = typed.method if has_method else None
@@ -189,6 +190,7 @@ def _mentioned_names(written: Mapping, overrides: Sequence[str]) -> set[Any]:
     names = set(written)
     for override in overrides:
         names.add(_section_name(override.partition("=")[0]))
+    # Interpolations such as ${dpo.beta} may be anywhere in the values, so the text of all values is searched.
     names.update(re.findall(r"\$\{\s*(\w+)", f"{written}{overrides}"))
     return names
 

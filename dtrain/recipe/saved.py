@@ -246,6 +246,7 @@ def diff_recipes(old_yaml: str, recipe: Recipe) -> list[tuple[str, Any, Any]]:
     kind = make_recipe_type(recipe.method_sections, {*saved, *values})
     defaults = asdict(kind())
     saved = _add_missing_keys(saved, kind)
+    # The values before secrets are hidden, to compare with recipes that were saved by earlier versions.
     saved_values = flatten(merge_trees(defaults, saved))
     own_values = flatten(merge_trees(defaults, values))
     secrets.hide_secrets(saved, getattr(recipe, "secrets", ()))

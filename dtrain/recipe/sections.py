@@ -230,6 +230,7 @@ def _set_or_refuse(section: object, key: str, hint: Any, value: Any, dotted: str
     for alternative in alternatives:
         if get_origin(alternative) is Literal:
             choices += get_args(alternative)
+    # `{lr:1e-5}` without a blank is the key "lr:1e-5" with the value null.
     if isinstance(value, Mapping):
         joined = [name for name, inner in value.items() if inner is None and spelling.lacks_space_after_colon(name)]
         if joined:
@@ -464,6 +465,7 @@ def _nearest_key_hint(word: str, prefix: str, siblings: list[str], sections: Map
     if near:
         return f"; did you mean {prefix + near}?"
 
+    # The key exists in another section. For example, `warmup` at the top level means `scheduler.warmup`.
     last_parts: dict[str, list[str]] = {}  # last part of a key -> all keys that end in it
     for key in all_keys:
         last_parts.setdefault(key.rpartition(".")[2], []).append(key)

@@ -187,6 +187,7 @@ def mesh_problems(recipe: Recipe, world_size: int) -> tuple[list[Problem], MeshS
             return [Problem("parallel", text, fix)], None
         dp_shard = world_size // fixed
     elif fixed * mesh.dp_shard != world_size:
+        # If the other sizes divide the number of processes, another dp_shard would do, else only another launch.nproc.
         can_fit = world_size % fixed == 0
         fitting_shard = f"parallel.dp_shard={world_size // fixed} or -1, or " if can_fit else ""
         text = f"parallel: dp_shard {mesh.dp_shard} × {sizes} = {fixed * mesh.dp_shard} is not {world}"

@@ -234,6 +234,7 @@ class CheckpointStore:
         Collectives:
             Those of DCP's `save`, one all-gather and two or three broadcasts of objects.
         """
+        # Serialise first: a state that is no JSON is a bug of the caller, and fails here before a file is written.
         shards = {name: TensorShard.from_tensor(tensor) for name, tensor in tensors.items()}
         state_text, rank_state_text = json.dumps(state), json.dumps(rank_state)
         rank_file = f"rank-{self.ranks.rank}.json"
@@ -708,6 +709,8 @@ class Origin:
             store, _ = locate_step(path, ranks)
         except UserError:  # on every rank
             return None
+        # The path of a `step-N` directory means only this step. A run's directory means its newest step, but may still
+        # contain the recorded one.
         if step_of(Path(path).absolute()) not in (None, self.step):
             return None
 
@@ -737,6 +740,8 @@ class Origin:
             # The path may be the step, `checkpoints/` or the run.
             return directory in [Path(self.path), *Path(self.path).parents][:3]
         save: str | None = ranks.run_on_first(lambda: store.read_state(newest).get("save"))
+        # The path has a complete step. If the path is a run's directory, the marks of the saves show whether it is a
+        # later step of the same run, or another run that was written to this directory.
         if step_of(directory) is not None or save is None or self.save is None:
             return False
         return run_id_of_save(save) == run_id_of_save(self.save)

@@ -254,6 +254,7 @@ def restore_optimizer(
     names = _parameter_names(model)
     groups, saved_state = _read_saved_optimizer(saved)
     _check_groups(optimizer, names, groups)
+    # Allocate the state of all parameters, then remove the state of those that had none when the checkpoint was saved.
     allocate_state(optimizer)
     not_restored = set(saved_state)
     for parameter, entries in list(optimizer.state.items()):

@@ -277,6 +277,9 @@ def _entries(
     tensors, aliases, exact = model_tensors(model), tensor_aliases(model), exact_names(model)
 
     def weight(name: str) -> FullWeight:
+        # The unmerged weight comes from the step, else from the files of the base. Otherwise only the adapter has it,
+        # for example a new head of rewards. `own_dtype` is the dtype of the result if the user names none. If an
+        # adapter is merged into a weight of the base's files, it is the dtype of the base.
         is_in_base = base is not None and name in base
         read_base: Callable[[], Tensor]
         if name in saved and read is not None:

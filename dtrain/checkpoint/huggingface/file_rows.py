@@ -145,6 +145,8 @@ class ExpertAdapterRows(FileRows):
         """Override `FileRows.fill`."""
         experts, rows, columns = local_slices
         height, width = files.stored[self.name].shape
+        # The experts of A are row blocks of the file's matrix, so only the local experts' rows are read. The experts of
+        # B are interleaved in the columns, so all columns are read, and the local ones selected.
         if ".lora_A" in self.name:
             rank = height // self.experts
             stored = files.read(self.name, (slice(experts.start * rank, experts.stop * rank), columns))

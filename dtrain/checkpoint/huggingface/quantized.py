@@ -156,6 +156,8 @@ def fill_codes(files: WeightFiles, source: FileRows, codes: Tensor, scales: Tens
     if not local_tensor(codes).numel():
         return
     weight = source.name
+    # A byte of codes has two columns of the weight, and a scale has a block of 64 columns. Both shards must cover the
+    # same columns.
     *lead, half = local_slices(codes)  # slices of experts and rows, and of bytes in a row
     *scale_lead, blocks = local_slices(scales)
     columns_slice = slice(2 * half.start, 2 * half.stop)

@@ -56,6 +56,7 @@ def peft_names(name: str, config: AdapterConfig, model: ModelConfig) -> list[str
             )
         kind = "lora_magnitude_vector" if parameter == "lora_magnitude" else f"{parameter}.weight"
         return [outer(f"{module}.{kind}")]
+    # A tied embedding is one parameter of the model. PEFT's files have it twice, as embedding and as head.
     modules = list(EMBEDDING_AND_HEAD) if model.tie_word_embeddings and module in EMBEDDING_AND_HEAD else [module]
     if not config.select_saved_modules(modules):
         return []

@@ -97,7 +97,8 @@ def cut_merged_patches(image: Tensor, size: int, merge: int, frames: int) -> Ten
         The patches, [H/size · W/size, 3 · frames · size · size]. Within a patch the channels are first.
     """
     rows, columns = image.shape[1] // size // merge, image.shape[2] // size // merge  # of tokens
-    # Axes: channel; row of tokens, row of patches in the token, row of pixels; the same three for columns.
+    # Axes: channel; then row of tokens, row of patches in the token and row of pixels in the patch; then the same three
+    # for columns.
     cut = image.reshape(3, rows, merge, size, columns, merge, size)
     # The patches of a token become neighbours, and the frames are inserted between channel and pixels.
     cut = cut.permute(1, 4, 2, 5, 0, 3, 6).unsqueeze(5)  # [rows, columns, merge, merge, 3, 1, size, size]

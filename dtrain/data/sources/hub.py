@@ -219,6 +219,7 @@ def _splits(name: str, subset: Subset, files: Sequence[str], key: str) -> dict[s
         )
         if not is_of_another_subset:
             splits.setdefault(_split_of(path.removeprefix(prefix)), []).append(path)
+    # Files whose names mean no split are the training split, but only if no other file means a split.
     without_name = splits.pop("", [])
     if without_name and not splits:
         return {"train": without_name}

@@ -188,6 +188,7 @@ class Replies:
 
     def _find_reply(self, messages: Messages, tools: Messages | None, marked: MarkedText, index: int) -> Span:
         """Return the span of the reply messages[index]."""
+        # 1. The turn: without the answers of tools, and without white space at its end.
         start, end = self._block(messages, tools, marked, index)
         text = marked.text[start:end]
         headers = self.headers(tools is not None)
@@ -198,12 +199,15 @@ class Replies:
             eos = self.template.variables.get("eos_token")
             if eos and marked.text.startswith(eos, end):
                 end += len(eos)
+        # 2. The header at the beginning of the turn: that of the generation prompt, or of a turn in the middle.
         indent = len(text) - len(text.lstrip())
         for header in (headers.prompt, headers.turn):
             if header and header.strip() and text.startswith(header.lstrip(), indent):
                 return start + indent + len(header.lstrip()), end
         if headers.turn is not None and not headers.turn.strip():
             return start, end  # turns of this template begin without a header
+        # 3. Another header. A turn that opens the conversation may have none, or a default system message before it.
+        # Any other turn begins after the generation prompt of the messages before it.
         opens_conversation = all(message["role"] in ("system", "developer") for message in messages[:index])
         if opens_conversation:
             opening = _begin_of_opening(text, messages[index], headers)

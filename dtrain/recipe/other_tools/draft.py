@@ -278,6 +278,7 @@ class Draft:
         value = meaning.value
         if isinstance(value, str) and key in _COMMA_LISTS and "," in value:
             value = [part.strip() for part in value.split(",")]
+        # A list of one path is written as a path, and [all-linear] as the word that dtrain uses.
         if isinstance(value, list) and len(value) == 1 and (key.endswith(".path") or value == ["all-linear"]):
             value = value[0]
         # "grpo.kwargs.delta" is the entry "delta" of the mapping "grpo.kwargs".

@@ -477,6 +477,7 @@ def _convert_schedule(draft: Draft) -> None:
             stages.append({"name": "constant"})
         else:
             stages.append({"name": name, "kwargs": dict(kwargs)})
+    # Milestones are steps of the run, and a stage of dtrain has a number of steps. The last stage has no milestone.
     start = 0
     for stage, end in zip(stages, milestones, strict=False):
         stage["steps"] = end - start
