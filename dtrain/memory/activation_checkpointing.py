@@ -10,9 +10,9 @@ The expensive operations are matrix products, attention and reduce-scatters. All
 because their results are as large as everything else that a mixture of experts stores. In a tile (`memory.tiles`)
 everything is recomputed.
 
-"selective" has two forms with the same table of operations: `UNCOMPILED_CONTEXTS` for layers that run as written, and
-`checkpoint_selectively` for functions that torch.compile compiles. Their partitioner then decides which of the results
-in the table the backward needs.
+"selective" has two forms. Layers that run as written use `UNCOMPILED_CONTEXTS`, which stores the results of the
+operations in `STORED`. Functions that torch.compile compiles use `checkpoint_selectively` with the table
+`STORED_COMPILED`. The compiler's partitioner then stores only those results in the table that the backward needs.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -119,12 +119,12 @@ def storing_nothing() -> Iterator[None]:
 
 
 def _policy(stored: frozenset, context, operation, *args, **kwargs) -> CheckpointPolicy:
-    """Decide about the result of an operation, as `create_selective_checkpoint_contexts` calls it."""
+    """Return whether the result of an operation is stored. Policy for `create_selective_checkpoint_contexts`."""
     return CheckpointPolicy.MUST_SAVE if operation in stored else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _policy_outside_tiles(stored: frozenset, context, operation, *args, **kwargs) -> CheckpointPolicy:
-    """Decide as `_policy`, but store nothing of a tile."""
+    """Return the decision of `_policy`, but store no results inside a tile."""
     if _is_in_tile.get():
         return CheckpointPolicy.PREFER_RECOMPUTE
     return _policy(stored, context, operation, *args, **kwargs)

@@ -131,7 +131,7 @@ class HostMemory:
         """
 
     def wait(self, event: Any) -> None:
-        """Make everything that is computed from now on wait for an event."""
+        """Make all later computations wait for an event."""
 
 
 class PinnedMemory(HostMemory):
@@ -271,7 +271,7 @@ class _LayerPass:
         self._is_fetched = True
 
     def wait_for_arrival(self) -> None:
-        """Make everything that is computed from now on wait for the fetched storages."""
+        """Make all later computations wait for the fetched storages."""
         if self._arrival is not None:
             self.memory.wait(self._arrival)
             self._arrival = None

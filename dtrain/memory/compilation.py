@@ -50,8 +50,8 @@ def compile_model(
         device: Device of the run.
         is_deterministic: The recipe's `run.deterministic`.
         lora_dropout: Dropout of the adapters. 0 without adapters.
-        compile_part: As of `compile_layers`. If it is given, `device` need not have a compiler.
-        determinism_check: As of `compile_layers`.
+        compile_part: See `compile_layers`. If it is given, `device` need not have a compiler.
+        determinism_check: See `compile_layers`.
     """
     model.uncompiled_reason = obstacle(train, is_deterministic=is_deterministic, lora_dropout=lora_dropout)
     if model.uncompiled_reason is None and compile_part is None:
@@ -115,7 +115,13 @@ def compile_layers(
 
 
 def obstacle(train: Train, *, is_deterministic: bool, lora_dropout: float) -> str | None:
-    """Explain the setting that prevents compilation on every machine. None without one. Arguments: `compile_model`."""
+    """Return the reason why the recipe's settings prevent compilation on every machine, or None.
+
+    Args:
+        train: The recipe's section `train`.
+        is_deterministic: The recipe's `run.deterministic`.
+        lora_dropout: Dropout of the adapters. 0 without adapters.
+    """
     if train.activation_checkpointing == "mlp":
         return "train.activation_checkpointing=mlp computes half of what is compiled again; set selective or full"
     if is_deterministic:

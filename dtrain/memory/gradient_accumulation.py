@@ -25,7 +25,7 @@ class GradientAccumulator:
     """Accumulates the gradients of a model whose bfloat16 gradients FSDP reduces after each micro-batch.
 
     `begin` is called before each backward, and `finish` after the last backward of a step. Then `.grad` of each
-    parameter is the sum over the micro-batches. Issues no collective.
+    parameter is the sum over the micro-batches. No collectives.
 
     Args:
         named_parameters: Parameters of the model. Those that need no gradient are left out.
@@ -52,7 +52,13 @@ class GradientAccumulator:
                 parameter.register_post_accumulate_grad_hook(self._add_gradient)
 
     def begin(self, step: int, micro_batch: int, is_last: bool) -> None:
-        """Prepare for the backward of a micro-batch of optimizer step `step`."""
+        """Prepare for the backward of a micro-batch.
+
+        Args:
+            step: Number of the optimizer step, from which the random bits are derived.
+            micro_batch: Number of the micro-batch in the step.
+            is_last: Whether this is the last micro-batch of the step.
+        """
         self._step, self._micro_batch, self._is_last = step, micro_batch, is_last
 
     def finish(self) -> None:

@@ -89,7 +89,7 @@ def move_masters_to_host(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _largest_shard_size(parameter: DTensor) -> tuple[int, ...]:
-    """Return the size of the largest local shard of a parameter on any FSDP rank: FSDP fills up the others to it."""
+    """Return the size of the largest local shard of a parameter on any FSDP rank, to which FSDP pads the others."""
     # FSDP is the last to divide the rows.
     *others, (mesh, dim) = get_sharding_dims(parameter, 0)
     num_rows = parameter.shape[0]

@@ -130,7 +130,7 @@ class Int8Moment(Moment):
 
     @property
     def edges(self) -> tuple[int, int]:
-        """`before` and `after`: how many elements pad the shard's rows to full blocks on both sides."""
+        """`before` and `after`, the numbers of elements that pad the shard's rows to full blocks on both sides."""
         return self.before, self.after
 
     @property
@@ -158,12 +158,16 @@ class Int8Moment(Moment):
 
 
 def read_moment(rows: State, key: str, edges: tuple[int, int] = (0, 0)) -> Tensor:
-    """Return rows of a moment in the dtype of the arithmetic: the state itself if it has that dtype, else a copy.
+    """Return rows of a moment in the dtype of the arithmetic.
 
     Args:
         rows: Rows of each state tensor, by key.
         key: The moment.
         edges: `Int8Moment.edges`.
+
+    Returns:
+        The state itself if it has the dtype of the arithmetic, which an update then changes in place. Otherwise a copy
+        in float32, [rows, local_columns] or [rows, blocks, BLOCK_SIZE].
     """
     stored = rows[key]
     if stored.dtype == torch.bfloat16:
@@ -234,7 +238,7 @@ def _of_elements(scales: Tensor, values: Tensor, edges: tuple[int, int]) -> Tens
 
 
 def _codes(magnitudes: Tensor, uniform: Tensor, largest_code: int, exponent: int) -> Tensor:
-    """Round to a code of the grid (code / largest_code)^exponent, up or down such that the mean is right.
+    """Round values to codes of the grid (code / largest_code)^exponent, at random, so that the expected value is exact.
 
     Args:
         magnitudes: Values in [0, 1], any shape; overwritten.

@@ -76,7 +76,7 @@ class StateOffloader:
                 for key, tensor in part.items():
                     tensor.copy_(copies[key], non_blocking=True)
                 buffer.left.record(self._out)
-            # Begin to fill the buffer of the part before this one, which `_copy_in` lets leave first.
+            # Begin to fill the buffer of the part before this one. `_copy_in` waits until that part has left.
             next_index = index + RING_BUFFERS - 1
             if next_index < len(parts):
                 arriving.append(self._copy_in(next_index, parts[next_index]))
@@ -86,7 +86,8 @@ class StateOffloader:
         """Give each buffer at least `size` bytes."""
         for buffer in self._ring:
             if buffer.memory is None or buffer.memory.numel() < size:
-                # Allocated on the stream that fills it, as torch's allocator orders the reuse of memory by stream.
+                # Allocated on the stream that fills the buffer, because torch's allocator orders the reuse of memory by
+                # stream.
                 with torch.cuda.stream(self._in):
                     buffer.memory = torch.empty(size, dtype=torch.uint8, device=self.device)
 

@@ -3,9 +3,9 @@
 They differ from Gemma 3 in five ways:
 
 - Full layers have heads of another size than sliding layers, and may take values from the keys' projection. Heads of q,
-k and v are normalised.
-- The last layers have no keys and values of their own. Each reads those of the last layer of its type that has some.
-  That layer returns them with its output, gathered over cp if the kernel gathers keys.
+  k and v are normalised.
+- The last layers have no keys and values of their own. Each of them reads the keys and values of the last layer of its
+  type that has some. That layer returns them with its output, gathered over cp if the kernel gathers keys.
 - A second embedding table (`embed_tokens_per_layer`) has columns for each layer. A gate in the layer multiplies them.
 - The output of a layer is multiplied by a factor of the layer (`layer_scalar`).
 - Mixtures of experts come in addition to a layer's MLP. They have norms and a router of their own, in a block `sparse`
@@ -125,7 +125,13 @@ class Gemma4Attention(Attention):
 
 
 class Gemma4Router(Router):
-    """Router that normalises and scales its input, and multiplies the weight of each expert by a factor."""
+    """Router that normalises and scales its input, and multiplies the weight of each expert by a factor.
+
+    Attributes:
+        proj: Projection to the logits, in place of `Router.weight`.
+        scale: Factor of each element of the input, [D].
+        per_expert_scale: Factor of each expert's weight, [E].
+    """
 
     def __init__(self, config: ModelConfig, sizes: ExpertsConfig):
         super().__init__(config, sizes)
@@ -320,6 +326,8 @@ class Gemma4Decoder(Decoder):
 
 
 class Gemma4ForCausalLM(TextTower):
+    """Gemma 4 as a text model. Also the base of the text tower of multimodal checkpoints."""
+
     tower_prefixes = ("model.language_model.",)
     is_tied_by_default = True
     initial_values = {"*norm_[12].weight": "ones", "*scale": "ones", **TextTower.initial_values}

@@ -60,7 +60,7 @@ class ScaledDecoder(Decoder):
     ) -> Rotary:
         """Override `Decoder.make_rotary`. Adds the factor of each position, [B or 1, S, 1, 1].
 
-        It is 1 + beta · ln(1 + floor(position / original length)), computed in max(float32, dtype) and rounded.
+        The factor is 1 + beta · ln(1 + floor(position / original length)), computed in max(float32, dtype) and rounded.
         """
         wide = torch.promote_types(dtype, torch.float32)
         num_lengths = torch.floor(positions.to(wide) / rope.original_max_positions)
@@ -115,7 +115,7 @@ class Ministral3ForCausalLM(TextTower):
 class Mistral3ForConditionalGeneration(Ministral3ForCausalLM):
     """Text tower of a multimodal checkpoint: Mistral's or Ministral 3's text model.
 
-    It is untied if neither level of the config has `tie_word_embeddings`, as the published files are.
+    The head is untied if neither level of the config has `tie_word_embeddings`, as in the published files.
     """
 
     @classmethod

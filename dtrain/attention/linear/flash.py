@@ -1,6 +1,7 @@
-"""The gated delta rule by the kernels of flash-linear-attention (package fla-core,
-https://github.com/fla-org/flash-linear-attention), on CUDA in half precision, if `check_flash_delta` finds their
-numbers right.
+"""The gated delta rule by the kernels of flash-linear-attention, on CUDA in half precision.
+
+The package is fla-core (https://github.com/fla-org/flash-linear-attention). The kernels are only used if their results
+pass `check_flash_delta`.
 
 Only the inputs are saved for the backward, as in `chunks`, so that both take the same memory in a plan. Letters are
 those of `layer`. A `LinearMask` has R rows of L tokens.
@@ -224,7 +225,7 @@ def check_flash_delta(
     device: torch.device,
     exchanges: bool,
 ) -> str | None:
-    """Check a rule on this device. Returns the problem, or None if its results are those of `chunked` in float32.
+    """Compare a rule on this device with `chunked` in float32, forward and backward.
 
     Each document is compared separately, so that an error in a small document is found. No collectives. The random
     state of the run is not changed.
@@ -238,6 +239,13 @@ def check_flash_delta(
         dtype: The dtype of the inputs.
         device: The device.
         exchanges: Whether to check the pieces of context parallel, too.
+
+    Returns:
+        The problem, or None if the results agree within the tolerance.
+
+    Raises:
+        torch.OutOfMemoryError: If the device has too little memory for the check.
+        torch.AcceleratorError: If a kernel has failed on the device.
     """
     documents = documents_of(_LENGTHS)
     begins = [[0, *(at for at in range(1, row.numel()) if row[at] != row[at - 1])] for row in documents]

@@ -264,7 +264,7 @@ class ModelConfig:
         vision: Sizes of the vision tower that is built with the model.
         bidirectional_types: Layer types in which the tokens of an image see one another.
         unquantized_modules: Patterns of the modules that a 4-bit checkpoint stores unquantised. None if the checkpoint
-        is not in 4 bits.
+            is not in 4 bits.
         fused_modules: Module of the files -> modules of the model whose rows it joins, in order. For example,
             `qkv_proj` -> (`q_proj`, `k_proj`, `v_proj`).
         unnamed_modules: Modules of the model whose parameters the files name as their parent's.

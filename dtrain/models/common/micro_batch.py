@@ -123,7 +123,7 @@ class DecodingCache(Protocol):
         ...
 
     def read_states(self, layer: int) -> tuple[Tensor, ...]:
-        """Return the last states of each row in a layer of linear attention, [B, ...] each."""
+        """Return the states of a linear-attention layer after the last token of each row, [B, ...] each."""
         ...
 
     def write_states(self, layer: int, *states: Tensor) -> None:
@@ -242,7 +242,7 @@ class PlacedFeatures:
         return (self.feature_index >= 0)[..., None]  # [B, S, 1]
 
     def _select_by_token(self, rows: Tensor, hidden: Tensor) -> Tensor:
-        """Return the row [T, D] -> [B, S, D] of each token. Text tokens get the first row."""
+        """Select the row of each token, [T, D] -> [B, S, D]. Text tokens get the first row, which is not used."""
         return rows.to(hidden.dtype)[self.feature_index.clamp(min=0)]
 
 

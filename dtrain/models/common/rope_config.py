@@ -200,9 +200,14 @@ def _read_fraction(fields: Fields, default: float | None) -> float | None:
 
 
 def read_theta(fields: Fields, key: str, default: float) -> float:
-    """Read the base of the frequencies.
+    """Read the base of the rotary frequencies.
 
-    It must be above 1: a base of 1 would rotate all pairs alike, and YaRN divides by its logarithm.
+    The base must be above 1: a base of 1 would rotate all pairs alike, and YaRN divides by its logarithm.
+
+    Args:
+        fields: The fields to read from.
+        key: Name of the field.
+        default: Base if the field is missing.
     """
     return fields.number(key, default, above=1.0, maximum=1e15)
 

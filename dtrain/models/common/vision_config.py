@@ -44,7 +44,7 @@ class VisionConfig:
 
         Args:
             grid: Frames, and rows and columns of patches. For example, with a pool of 2 an image (1, 4, 6) has 6
-            tokens.
+                tokens.
         """
         frames, rows, columns = grid
         return frames * (rows // self.pool) * (columns // self.pool)

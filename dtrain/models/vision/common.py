@@ -72,7 +72,11 @@ class VisionTower(nn.Module):
 
     @classmethod
     def file_names(cls, name: str) -> list[str]:
-        """Return the names that a parameter or buffer may have in files, the most common one first."""
+        """Return the names that a parameter or buffer may have in files, the most common name first.
+
+        Raises:
+            KeyError: If the name begins with no prefix of `file_prefixes`.
+        """
         for own_prefix, file_prefixes in cls.file_prefixes.items():
             if name.startswith(own_prefix):
                 return [prefix + name.removeprefix(own_prefix) for prefix in file_prefixes]
@@ -148,7 +152,7 @@ class VisionTower(nn.Module):
 
         Args:
             pixels: Patches of all images in the order of the family's image processor, [P, values], in the tower's
-            dtype or float32.
+                dtype or float32.
             grids: Size of each image, as integers on the host. Without an image all results are [0, ...], with a graph
                 through every trained parameter.
             adapters: Whether the tower's adapters take part, without dropout. None: they do.
@@ -383,7 +387,7 @@ def read_axial_theta(fields: ModelFields, head_dim: int, default: float) -> floa
 
 
 def split_heads(fields: ModelFields, hidden: int, heads: int) -> int:
-    """Return the elements of each of `heads` heads."""
+    """Return the size of a head, `hidden` / `heads`. If that is no integer, a problem is added to `fields`."""
     if hidden % heads:
         fields.add_problem(f"hidden_size {hidden} is not a multiple of {heads} heads")
     return max(hidden // heads, 1)
