@@ -162,13 +162,13 @@ def test_the_model_of_pictures_is_one_that_transformers_reads(shapes):
 
 
 def test_exact_match_counts(arithmetic, tmp_path):
-    from dtrain.inference.generate import Loaded, Tokenizer, encode_prompt, generate
+    from dtrain.inference.generate import LoadedModel, Tokenizer, encode_prompt, generate
     from dtrain.models import build, init_weights, read_config
 
     directory = arithmetic / "model"
     model, tokenizer = build(read_config(directory)), Tokenizer.from_directory(directory)
     init_weights(model, 5)
-    template = Loaded(model, tokenizer).template()
+    template = LoadedModel(model, tokenizer).template()
     prompts = [encode_prompt(tokenizer, prompt, template) for prompt in ("1 + 2", "3 + 4")]
     first, _ = generate(model, prompts, max_new_tokens=16, eos_ids=tokenizer.eos_ids)
     answer = tokenizer.decode(first, skip_special_tokens=True).strip()

@@ -20,7 +20,7 @@ from dtrain import models
 from dtrain.base.errors import UserError
 from dtrain.base.json_files import split_lines
 from dtrain.data.text.tokenizer import Tokenizer
-from dtrain.inference.generate import Loaded, encode_prompt, generate, load
+from dtrain.inference.generate import LoadedModel, encode_prompt, generate, load
 
 
 def read_problems(path: Path) -> list[tuple[str, str]]:
@@ -48,7 +48,7 @@ def main() -> int:
             loaded = load(args.model, torch.float32, torch.device("cpu"))
         else:
             model = models.build(models.read_config(args.model))
-            loaded = Loaded(model, Tokenizer.from_directory(args.model))
+            loaded = LoadedModel(model, Tokenizer.from_directory(args.model))
             models.init_weights(model, args.scratch)
         model, tokenizer = loaded
         template = loaded.template()

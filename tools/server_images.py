@@ -16,7 +16,7 @@ from dtrain.data.sources.sources import open_rows
 from dtrain.data.text.tokenizer import Tokenizer
 from dtrain.inference.chats import ImagePrompt
 from dtrain.inference.engine import Engine
-from dtrain.inference.images import images_of
+from dtrain.inference.images import build_images
 from dtrain.inference.request import Completion, Request, SamplingParams
 from dtrain.models.common.decoder import CausalLM
 from dtrain.rl.collect import read_prompts
@@ -82,7 +82,7 @@ class Pictured:
             ids = torch.tensor([*request.prompt, *completion.ids])
             (row,) = prompt.reader.image_streams_of_rows([[(ids, prompt.images)]])
             pixels = row["pixels"].flip(0) if swaps else row["pixels"]
-            images = images_of(row, pixels, [record.layout.grid for record in prompt.images])
+            images = build_images(row, pixels, [record.layout.grid for record in prompt.images])
             logits = self.model(ids[None], images=images)[0, len(request.prompt) - 1 : -1]
             logprobs = (logits / request.sampling.temperature).log_softmax(-1)
             mine = logprobs.gather(-1, torch.tensor(completion.ids)[:, None])[:, 0]

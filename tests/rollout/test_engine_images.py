@@ -133,10 +133,10 @@ def test_images_that_a_model_cannot_take_are_refused():
     assert not tokens  # a prompt without images does not run the tower
     bad = {
         "patches of": replace(images, pixels=images.pixels[1:]),
-        "tokens for": replace(images, index=images.index.roll(1, 1).clamp(max=3)),
+        "tokens for": replace(images, feature_index=images.feature_index.roll(1, 1).clamp(max=3)),
         "rotary_ids of its images": replace(images, rotary_ids=None),
-        "ends of its images": replace(images, ends=images.index[0]),
-        "index of its images": replace(images, index=images.index[0]),
+        "ends of its images": replace(images, ends=images.feature_index[0]),
+        "index of its images": replace(images, feature_index=images.feature_index[0]),
     }
     for words, wrong in bad.items():
         with pytest.raises(UserError, match=words):
