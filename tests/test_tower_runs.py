@@ -35,7 +35,7 @@ def test_a_run_of_the_tower_alone_resumes(tmp_path, choice):
     ("choice", "words"),
     [
         ("parameters", "train.vision=all: no data have images"),
-        ("adapter", "no data have images: name others"),
+        ("adapter", "only layers of the vision tower, and the data have no images. Name other layers"),
         ("all", "no data have images, so the model is built without its vision tower. Set train.vision=frozen"),
     ],
 )
