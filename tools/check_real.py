@@ -312,7 +312,7 @@ def page(results: dict[str, dict]) -> str:
 4 bits, expanded to float32), and writes the data: ten tasks of reasoning-gym. All rows took {total:.0f} minutes on two
 CPU cores, one thread a process, after the downloads. They need 10 GiB of memory. Arithmetic is float32.
 
-An answer is right if its task's own scorer gives the full score. It must contain nothing else and have at most 32 tokens.
+An answer is right if its task's own scorer gives the full score. It contains nothing else and has at most 32 tokens.
 Shares are of 200 held-out questions, answered greedily. Speeds are medians of steps. The minutes of a row include its
 evaluation. The machine was also used for other work.
 

@@ -1,4 +1,4 @@
-"""FSDP2 over a decoder. No other module of dtrain calls FSDP, except through `Sharding`.
+"""FSDP2 over a decoder. The FSDP units of a model are made here, and controlled through `Sharding`.
 
 `shard_model` decides which modules form one unit, in which dtypes, and that gradients are summed. `Sharding` is what
 the rest of dtrain uses afterwards: it gathers and frees weights, and decides when gradients are reduced.
