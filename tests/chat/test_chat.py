@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from dtrain.base.errors import UserError
 from dtrain.commands import cli
 from tests.serve.serving import make_model, naive
 from tests.serve.test_adapters import make_adapter
@@ -108,3 +109,9 @@ def test_an_answer_that_is_broken_off_stays_as_far_as_it_came(model):
     pieces.close()
     assert conversation.messages == [{"role": "user", "content": "w5"}, {"role": "assistant", "content": said}]
     assert not conversation.engine.has_work and said.startswith(next(conversation.answer_again()))
+    # An answer that cannot be generated again, because the context is full now, stays in the conversation.
+    messages = list(conversation.messages)
+    conversation.max_length = 1
+    with pytest.raises(UserError, match="the model's context holds 1"):
+        conversation.answer_again()
+    assert conversation.messages == messages

@@ -87,11 +87,20 @@ class Conversation:
         raise UserError(f"the chat template has no switch for thinking ({' or '.join(SWITCHES)})")
 
     def answer_again(self) -> Generator[str]:
-        """Generate another answer to the last message, piece by piece. Raises UserError if there is none."""
+        """Generate another answer to the last message, piece by piece.
+
+        Raises:
+            UserError: If there is no message yet, or the context is full, for example because thinking was switched on.
+                The last answer then stays in the conversation.
+        """
         if not self.messages:
             raise UserError("there is no message to answer yet")
-        del self.messages[-1]  # the last message is always an answer, perhaps an empty one
-        return self._answer(self._request())
+        last_answer = self.messages.pop()  # the last message is always an answer, perhaps an empty one
+        try:
+            return self._answer(self._request())
+        except UserError:
+            self.messages.append(last_answer)
+            raise
 
     def send(self, text: str) -> Generator[str]:
         """Send a message and generate the answer, piece by piece.
