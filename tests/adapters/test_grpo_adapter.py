@@ -80,15 +80,15 @@ def test_the_native_engine_draws_with_the_adapter_on_a_mesh(tmp_path, base, nati
 @pytest.mark.parametrize(
     "world_size, adapter, options, told",
     [
-        (2, "rslora", ["parallel.tp=2"], "the adapter alone"),
+        (2, "rslora", ["parallel.tp=2"], "only the adapter"),
         (2, "dora", ["parallel.tp=2", "grpo.server.weights=broadcast"], None),
-        (1, "saved", [], "merged weights, not the adapter alone: no server takes what is trained beside"),
+        (1, "saved", [], "merged weights instead of the adapter: no server takes what is trained beside"),
     ],
 )
 def test_a_run_over_a_server_is_the_run_of_the_native_engine(
     tmp_path, base, servers, native, capfd, world_size, adapter, options, told
 ):
-    wanted, server = native(adapter), servers[told != "the adapter alone"]
+    wanted, server = native(adapter), servers[told != "only the adapter"]
     capfd.readouterr()
     recipe = over_http(tmp_path, base, server, adapter, *options, name="served")
     run(recipe, world_size)
@@ -100,7 +100,7 @@ def test_a_run_over_a_server_is_the_run_of_the_native_engine(
     assert_same_run(recipe, wanted)
     log = "".join(capfd.readouterr())
     assert told is None or told in log
-    if told == "the adapter alone":
+    if told == "only the adapter":
         kept = list((Path(recipe.run.dir) / "served" / "weights").iterdir())
         assert len(kept) == 2 and all((one / "adapter_config.json").exists() for one in kept)
         assert ask(server.url, "/v1/models")[1]["data"][1]["id"] == "trained"
@@ -119,7 +119,9 @@ def test_servers_get_whole_weights_where_no_files_hold_the_base(tmp_path, base, 
         options = [start, f"train.steps={steps}", "checkpoint.every=2", "checkpoint.resume=auto"]
         recipe = over_http(tmp_path, base, servers[1], "lora", *options, name="two")
         run(recipe)
-        assert "merged weights, not the adapter alone: its base is in this run's" in "".join(capfd.readouterr())
+        assert "merged weights instead of the adapter: only this run's checkpoints contain its base" in "".join(
+            capfd.readouterr()
+        )
     rows = [row for row in metrics(recipe) if "loss" in row]
     assert len(rows) == 4 and all(abs(row["mismatch_kl"]) < 1e-9 for row in rows)
 

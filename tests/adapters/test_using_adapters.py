@@ -98,7 +98,7 @@ def test_wherever_an_adapter_of_a_run_is_found_it_is_merged_into_one_base(tmp_pa
     found, drawn = [], []
     for number, one in enumerate(places(directory)):
         said = export(one, tmp_path / f"merged-{number}", "float64")
-        assert "merged into" in said and ("as its run trained" in said) == (one.name == "export")
+        assert "merged into" in said and ("as it was in training" in said) == (one.name == "export")
         found.append(load_file(tmp_path / f"merged-{number}" / "model.safetensors"))
         drawn.append(logits(one))
     assert all(equal(found[0], other) for other in found[1:])

@@ -36,7 +36,7 @@ def test_a_resume_puts_them_where_they_were(monkeypatch):
     expected = draws()
     monkeypatch.setattr(resume.config, "diff_recipes", lambda *recipes: [])
     saved = SimpleNamespace(read_rank_state=lambda step: (state, 0)), {"recipe": "", "method": {}, "policy": {}}
-    start = SimpleNamespace(saved=saved, step=1, verified=True)
+    start = SimpleNamespace(checkpoint=saved, step=1, verified=True)
     policy = SimpleNamespace(checkpoint=SimpleNamespace(load=lambda *step, **more: None))
     method = SimpleNamespace(load=lambda state: None, tensors=dict)
     resume.restore(start, None, policy, method)

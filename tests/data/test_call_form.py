@@ -120,7 +120,7 @@ def test_pairs_labelled_replies_and_prompts_read_calls_alike(tmp_path):
 @pytest.mark.parametrize("arguments, says", [
     ("{bad", r"messages\[1\].tool_calls\[0\].function.arguments is {bad, which cannot be read as JSON"),
     ("{'city': 'Oslo'}", "cannot be read as JSON"),
-    ('{"a": 1, "a": 2}', "'a' stands twice"),
+    ('{"a": 1, "a": 2}', "'a' is twice"),
     ("[1]", "must be an object of the arguments by name, or its JSON text, not a list"),
     ('"{}"', "not a string"),
     (7, "not a number"),

@@ -132,8 +132,8 @@ def test_a_name_says_where_to_listen(monkeypatch):
 
 def test_a_group_for_weights_listens_where_its_receivers_look(hosts):  # noqa: F811
     """At the address that both ends were told, on a host of several."""
-    code = "import sys, torch; from dtrain.policy.weights import weight_group; _, rank, ip = sys.argv\n"
-    code += "group = weight_group(ip, 29520, int(rank), 2, torch.device('cpu')); group.barrier().wait()\n"
+    code = "import sys, torch; from dtrain.policy.weights import join_weight_group; _, rank, ip = sys.argv\n"
+    code += "group = join_weight_group(ip, 29520, int(rank), 2, torch.device('cpu')); group.barrier().wait()\n"
     code += "print('there', flush=True); sys.stdin.read()"
     ends = [
         ForkedPython(

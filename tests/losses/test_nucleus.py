@@ -68,7 +68,8 @@ def test_logits_at_the_end_of_their_range(dtype):
 @pytest.mark.parametrize("step", [1, 2, 4])
 def test_a_draws_threshold_is_that_of_sorted_probabilities(dtype, step, monkeypatch):
     """The same threshold, bit for bit, gives the same tokens: `filter_probabilities` compares with nothing else."""
-    monkeypatch.setattr("dtrain.base.top_p._BITS", {False: step, True: step})
+    monkeypatch.setattr("dtrain.base.top_p._BITS_PER_PASS", step)
+    monkeypatch.setattr("dtrain.base.top_p._BITS_PER_PASS_SMALL", step)
     p = rows(dtype, 1000).softmax(-1)
     for top_p in SHARES:
         share = top_p * p.sum(-1, keepdim=True, dtype=torch.float64)

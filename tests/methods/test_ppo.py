@@ -127,7 +127,7 @@ def resumed(rank, recipe, world_size, at):
     names = {name.split(".")[0] for name in store.tensor_specs(2)}
     with pytest.raises(UserError, match="has the models critic, policy, and policy are to be loaded"):
         load_models(store, 2, {"policy": second.policy.checkpoint})
-    with pytest.raises(ValueError, match="a model named 'model'"):
+    with pytest.raises(ValueError, match="a model cannot be named 'model'"):
         save_models(store, 3, {"model": first.critic.checkpoint}, {})
     return [first.step(2), first.step(3)], [second.step(state["step"]), second.step(3)], sorted(names)
 

@@ -168,7 +168,7 @@ def test_longrope_refuses_what_its_short_factors_are_not_for(tmp_path):
     with pytest.raises(ValueError, match="97 tokens, and with LongRoPE this model takes documents of at most 96"):
         model(ids)
     asked = [ids[0, :90].tolist()]
-    with pytest.raises(UserError, match="may come to 97 tokens.*takes 96; lower max_new_tokens=7"):
+    with pytest.raises(UserError, match="may come to 97 tokens.*takes 96. Lower max_new_tokens=7"):
         generate(model, asked, max_new_tokens=7, eos_ids=[])
     assert len(generate(model, asked, max_new_tokens=6, eos_ids=[])[0]) == 6
     paths = {"model": {"path": str(tmp_path)}, "data": {"train": {"path": "none"}}}

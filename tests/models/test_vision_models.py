@@ -184,7 +184,7 @@ def test_packed_documents_are_those_of_rows_of_their_own(name, tmp_path):
     ).double()
     images = images_of(case, ids, pixels, ours.config)
     expected = ours(ids, images=images)
-    streams = {"rotary_ids": images.rotary_ids, "ends": images.ends, "index": images.feature_index}
+    streams = {"rotary_ids": images.rotary_ids, "ends": images.ends, "feature_index": images.feature_index}
     packed = {key: None if stream is None else stream.flatten(0, 1)[None] for key, stream in streams.items()}
     documents = torch.arange(len(ids)).repeat_interleave(LENGTH)[None]
     positions = torch.arange(LENGTH).repeat(len(ids))[None]

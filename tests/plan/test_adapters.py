@@ -74,7 +74,7 @@ def test_a_plan_tells_what_of_the_model_is_trained(tmp_path):
     assert (told["trained_parameters"], told["memory"]["trained_parameters"]) == (plan.trained_parameters, 4 * 4480)
     frozen = plan.total_parameters - plan.trained_parameters
     assert told["memory"]["parameters"] == 2 * frozen + 4 * plan.trained_parameters
-    assert "4,480 of them trained, an adapter)" in report.text(plan)
+    assert "4,480 of them trained, in an adapter)" in report.text(plan)
     assert f"{report.gib(2 * frozen)} of frozen weights, {report.gib(4 * 4480)} of trained ones" in report.text(plan)
     frozen = make_plan(tiny_recipe(tmp_path, "train.train_only=[model.norm.weight]"), 1, GPUS["h100"])
     assert "parameters, 32 of them trained)" in report.text(frozen)

@@ -33,7 +33,7 @@ def test_a_plan_names_the_gpu_that_is_asked_for(tmp_path, capfd):
 def test_a_gpu_without_bfloat16_is_told_so_and_has_no_flash_attention(tmp_path):
     packed = ["data.max_length=64", "data.packing=true", "train.global_batch=4"]
     for words in ([], ["train.dtype=bfloat16"]):
-        with pytest.raises(RecipeError, match="T4 16 GB does not compute. Set train.dtype=float16 or float32"):
+        with pytest.raises(RecipeError, match="a T4 16 GB does not support. Set train.dtype=float16 or float32"):
             make_plan(tiny_recipe(tmp_path, *packed, "train.dtype=auto", *words), 1, GPUS["t4"])
     assert torch.bfloat16 not in GPUS["t4"].arithmetic
     half = tiny_recipe(tmp_path, *packed, "train.dtype=float16")

@@ -126,7 +126,9 @@ def test_no_kernel_holds_all_scores(kind, dtype):
 def test_packed_rollouts_that_would_need_a_long_mask_are_refused(tmp_path):
     """A packed row of GRPO holds a whole micro-batch."""
     unproved = Mutant(
-        "dtrain.policy.build", "next(filter(None, problems), None)", 'next(filter(None, problems), "too old")'
+        "dtrain.policy.build",
+        "return _first_problem(ranks.gather_results(lambda: check_on_this_rank(is_later)))",
+        'return "too old"',
     )
     keys = "train.dtype=bfloat16", "data.max_length=8193", "train.micro_batch=2"
     with pytest.raises(AssertionError, match="packed into rows of 16386: too old.* set data.max_length=8192 or less"):

@@ -51,7 +51,7 @@ MEMORY = {
 }
 WAITS = {
     "a micro-batch that is waited for": Cost(
-        "policy.score", "views(here.to(device, non_blocking=True))", "views(here.to(device))"
+        "policy.score", "views_of(pinned.to(device, non_blocking=True))", "views_of(pinned.to(device))"
     ),
     "memory that is not pinned": Cost("attention.segments", 'pin_memory=device.type == "cuda"', "pin_memory=False"),
 }

@@ -40,7 +40,11 @@ def test_it_proves_itself_where_it_is(tmp_path):
     assert counts == (28, 16)  # and each of the two calls makes the state of a generator, as one kernel more
 
 
-REFUSED = Mutant("dtrain.inference.varlen_decode", "next(filter(None, problems), None)", "'too old'")
+REFUSED = Mutant(
+    "dtrain.inference.varlen_decode",
+    "problem = check_varlen_decode(flash, **shape, dtype=dtype, device=device)",
+    "problem = 'too old'",
+)
 
 
 def decoded(rank, recipe):

@@ -65,7 +65,10 @@ def captures_of_rollouts(rank, recipe, size):
 def test_the_next_rollout_captures_nothing(tmp_path, size, keys):
     """Before, where nothing is kept, each rollout captures its shapes anew. The numbers are the same."""
     found = []
-    for name, mutants in (("kept", ()), ("dropped", (Mutant("dtrain.inference.graphs", "KEPT = 1 / 20", "KEPT = 0"),))):
+    for name, mutants in (
+        ("kept", ()),
+        ("dropped", (Mutant("dtrain.inference.graphs", "MAX_KEPT_SHARE = 1 / 20", "MAX_KEPT_SHARE = 0"),)),
+    ):
         recipe = grpo(tmp_path, GRAPHS[1], "train.global_batch=16", *keys, name=name)
         counts = run_pretend(captures_of_rollouts, size, recipe, size, mutants=mutants)[0]
         found.append((counts, rows_of(recipe)))
@@ -102,7 +105,7 @@ def test_a_step_that_waits_is_not_captured(tmp_path):
 
 @pytest.mark.parametrize("module", ["layer", "self.embed_tokens", "self.head"])
 def test_what_cannot_be_captured_is_refused(tmp_path, module):
-    hooks = Mutant("dtrain.models.common.decoder", f"{module}.forward if is_bare else {module}", module)
+    hooks = Mutant("dtrain.models.common.decoder", f"{module}.forward if skips_hooks else {module}", module)
     model = write_model(tmp_path / "model", tied=False)
     recipe = grpo(tmp_path, *GRAPHS, f"model.path={model}", "train.dtype=bfloat16", name="card")
     with pytest.raises(AssertionError, match="a stream waits"):

@@ -39,7 +39,7 @@ class Place(NamedTuple):
 
 PLACES = {
     "a micro-batch goes to the first card": Place(
-        "policy.score", "views(here.to(device, non_blocking=True))", "device, ", '"cuda:0", ', size=2
+        "policy.score", "views_of(pinned.to(device, non_blocking=True))", "device, ", '"cuda:0", ', size=2
     ),
     "weights that are sent": Place(
         "policy.weights", "receivers.broadcast(flatten(full), 0)", "flatten(full)", "flatten(full).cpu()", make=received

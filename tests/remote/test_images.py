@@ -200,7 +200,7 @@ def test_sglang_refuses_models_with_words_around_images(of_gemma, sglang):
 def test_dtrain_serve_refuses_a_prompt_whose_images_have_other_tokens(of_qwen, tmp_path):
     requests = requests_of(of_qwen, True)
     bounded = replace(requests[0], image_prompt=replace(requests[0].image_prompt, max_pixels=64))
-    with serving(of_qwen[0]) as (url, _), pytest.raises(UserError, match="4 image tokens, and by this model's .* 1, "):
+    with serving(of_qwen[0]) as (url, _), pytest.raises(UserError, match="4 image tokens, but by this model's .* 1, "):
         engine_of(url).generate([bounded])
     text = make_model(tmp_path, 1)
     with serving(text) as (url, _), pytest.raises(UserError, match="takes no images"):

@@ -338,7 +338,7 @@ def test_what_cannot_be_reported_is_told_and_nothing_is_overwritten(tmp_path, ca
         ([str(tmp_path / "runs")], "is not the directory of a run: .*it contains the runs a"),
         ([str(tmp_path / "empty")], "is not the directory of a run: it has no metrics.jsonl"),
         ([run, "-o", str(tmp_path)], "is a directory: name a file"),
-        ([run, "-o", f"{run}/config.yaml"], "is no report of dtrain's"),
+        ([run, "-o", f"{run}/config.yaml"], "is not a report of dtrain"),
         ([run, "-o", str(tmp_path / "no" / "r.html")], "No such file"),
         ([run, "--live", "--port", "70000"], "cannot listen"),
     ):

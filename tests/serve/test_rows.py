@@ -181,6 +181,6 @@ def test_a_fault_beside_the_engine_is_500_and_its_traceback_is_logged(model, mon
         with monkeypatch.context() as broken:
             broken.setattr(worker, "submit", lambda *_: 1 // 0)
             status, answer = raw(url, post(OK))
-        assert status == 500 and "fault" in answer["error"]["message"]
+        assert status == 500 and "an error in the server" in answer["error"]["message"]
         assert_well(url, model)
     assert "ZeroDivisionError" in caplog.text

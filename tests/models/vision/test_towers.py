@@ -301,7 +301,7 @@ def test_published_sizes():
         hidden_act="gelu_pytorch_tanh", hidden_size=1024, initializer_range=0.02, intermediate_size=4096, num_heads=16,
         num_position_embeddings=2304, out_hidden_size=2560, patch_size=16, spatial_merge_size=2, temporal_patch_size=2,
     )  # fmt: skip
-    assert not problems and (qwen3.values, qwen3.table_side, qwen3.tokens((1, 4, 6))) == (1536, 48, 6)
+    assert not problems and (qwen3.values_per_patch, qwen3.table_side, qwen3.tokens((1, 4, 6))) == (1536, 48, 6)
     qwen2_5, problems = read(
         Qwen2_5VLVision, 3584, model_type="qwen2_5_vl", depth=32, hidden_act="silu", hidden_size=1280, num_heads=16,
         intermediate_size=3420, in_chans=3, out_hidden_size=3584, patch_size=14, spatial_merge_size=2, window_size=112,
