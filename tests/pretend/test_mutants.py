@@ -42,7 +42,7 @@ PLACES = {
         "policy.score", "views_of(pinned.to(device, non_blocking=True))", "device, ", '"cuda:0", ', size=2
     ),
     "weights that are sent": Place(
-        "policy.weights", "receivers.broadcast(flatten(full), 0)", "flatten(full)", "flatten(full).cpu()", make=received
+        "policy.weights", "receivers.broadcast(flatten_bucket(full), 0)", "flatten(full)", "flatten(full).cpu()", make=received
     ),
 }  # fmt: skip
 
@@ -85,5 +85,5 @@ def test_the_same_run_without_a_mutant_goes_well(tmp_path):
         1,
         sft(tmp_path),
         1,
-        mutants=[Mutant("dtrain.training.trainer", '"""The loop: ', '"""The loop: ')],
+        mutants=[Mutant("dtrain.training.trainer", '"""The training loop: ', '"""The training loop: ')],
     )

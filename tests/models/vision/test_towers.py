@@ -301,7 +301,7 @@ def test_published_sizes():
         hidden_act="gelu_pytorch_tanh", hidden_size=1024, initializer_range=0.02, intermediate_size=4096, num_heads=16,
         num_position_embeddings=2304, out_hidden_size=2560, patch_size=16, spatial_merge_size=2, temporal_patch_size=2,
     )  # fmt: skip
-    assert not problems and (qwen3.values_per_patch, qwen3.table_side, qwen3.tokens((1, 4, 6))) == (1536, 48, 6)
+    assert not problems and (qwen3.values_per_patch, qwen3.table_side, qwen3.num_tokens((1, 4, 6))) == (1536, 48, 6)
     qwen2_5, problems = read(
         Qwen2_5VLVision, 3584, model_type="qwen2_5_vl", depth=32, hidden_act="silu", hidden_size=1280, num_heads=16,
         intermediate_size=3420, in_chans=3, out_hidden_size=3584, patch_size=14, spatial_merge_size=2, window_size=112,
@@ -313,7 +313,7 @@ def test_published_sizes():
         image_size=896, intermediate_size=4304, num_attention_heads=16, num_hidden_layers=27, patch_size=14,
         vision_use_head=False,
     )  # fmt: skip
-    assert not problems and (gemma3.side, gemma3.pool, gemma3.tokens((1, 64, 64))) == (64, 4, 256)
+    assert not problems and (gemma3.side, gemma3.pool, gemma3.num_tokens((1, 64, 64))) == (64, 4, 256)
     gemma4, problems = read(
         Gemma4Vision, 2560, model_type="gemma4_vision", attention_bias=False, attention_dropout=0.0, head_dim=64,
         default_output_length=280, global_head_dim=64, hidden_activation="gelu_pytorch_tanh", hidden_size=768,
@@ -322,4 +322,4 @@ def test_published_sizes():
         rms_norm_eps=1e-6, rope_parameters={"rope_theta": 100.0, "rope_type": "default"}, standardize=False,
         use_clipped_linears=True,
     )  # fmt: skip
-    assert not problems and (gemma4.clipped, gemma4.theta, gemma4.tokens((1, 6, 9))) == (True, 100.0, 6)
+    assert not problems and (gemma4.clipped, gemma4.theta, gemma4.num_tokens((1, 6, 9))) == (True, 100.0, 6)
