@@ -307,7 +307,7 @@ def test_published_sizes():
         intermediate_size=3420, in_chans=3, out_hidden_size=3584, patch_size=14, spatial_merge_size=2, window_size=112,
         spatial_patch_size=14, fullatt_block_indexes=[7, 15, 23, 31], tokens_per_second=2, temporal_patch_size=2,
     )  # fmt: skip
-    assert not problems and (qwen2_5.window, qwen2_5.head_dim, qwen2_5.values) == (4, 80, 1176)
+    assert not problems and (qwen2_5.window, qwen2_5.head_dim, qwen2_5.values_per_patch) == (4, 80, 1176)
     gemma3, problems = read(
         Gemma3Vision, 2560, {"mm_tokens_per_image": 256}, model_type="siglip_vision_model", hidden_size=1152,
         image_size=896, intermediate_size=4304, num_attention_heads=16, num_hidden_layers=27, patch_size=14,
