@@ -42,7 +42,7 @@ PLACES = {
         "policy.score", "views_of(pinned.to(device, non_blocking=True))", "device, ", '"cuda:0", ', size=2
     ),
     "weights that are sent": Place(
-        "policy.weights", "receivers.broadcast(flatten_bucket(full), 0)", "flatten_bucket(full)", "flatten_bucket(full).cpu()", make=received
+        "policy.weights", "receivers.broadcast(flatten_bucket(full), 0)", "(full)", "(full).cpu()", make=received
     ),
 }  # fmt: skip
 
