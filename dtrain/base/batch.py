@@ -213,7 +213,9 @@ def complete_batch(batch: Mapping[str, Tensor]) -> Batch:
     Raises:
         ValueError: For a tensor of another shape, padding that is not on the right, or positions that do not rise.
     """
-    streams = {name: value.detach().cpu() if isinstance(value, Tensor) else value for name, value in batch.items()}
+    streams = {}
+    for name, value in batch.items():
+        streams[name] = value.detach().cpu() if isinstance(value, Tensor) else value
     _check_shapes(streams)
     input_lengths = streams.pop("input_lengths", None)
     attention_mask = streams.pop("attention_mask", None)
@@ -265,7 +267,7 @@ def _check_seq_ids(seq_ids: Tensor) -> None:
     begins = (following > 0) & (step == 1)
     first_is_valid = torch.isin(seq_ids[:, :1], torch.tensor([0, PADDING_SEQ_ID])).all()
     if not bool((is_padding | stays | begins).all()) or not first_is_valid:
-        raise ValueError("seq_ids must count a row's documents from 0, with padding (-1) on the right alone")
+        raise ValueError("seq_ids must count a row's documents from 0, with padding (-1) only on the right")
 
 
 def _complete_positions(position_ids: Tensor | None, seq_ids: Tensor) -> Tensor:
@@ -360,7 +362,9 @@ class RowImages:
         rows = list(rows)
         pixels = [self.pixels[row] for row in rows]
         grids = [self.grids[row] for row in rows]
-        keys = None if self.keys is None else [self.keys[row] for row in rows]
+        keys = None
+        if self.keys is not None:
+            keys = [self.keys[row] for row in rows]
         return RowImages(pixels, grids, keys)
 
     def distinct(self, values: int, tokens: Callable[[Grid], int]) -> DistinctImages:

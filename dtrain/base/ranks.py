@@ -75,7 +75,7 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0."""
+        """True on rank 0."""
         return self.rank == 0
 
     def run_on_first(self, act: Callable[[], T]) -> T:

@@ -251,7 +251,7 @@ def image_problem(directory: Path) -> str | None:
         stored = WeightFiles(files).stored
         for name in model_tensors(model):
             if is_in_vision_tower(name) and stored.keys().isdisjoint(candidate_names(model, [name])):
-                return f"the weights in {files} have no whole vision tower"
+                return f"the weights in {files} have no complete vision tower"
         return None
     store, step, source = _find_step(directory)
     base = RunFacts.from_run(source.parent).path

@@ -300,7 +300,7 @@ class Method:
         return []
 
     def prompts(self) -> "PromptOptions | None":
-        """Return how prompts are built from the data. None if the data are no prompts.
+        """Return the options for building prompts from the data. None if the data contain no prompts.
 
         Raises:
             UserError: If the source of tools does not list them.

@@ -127,7 +127,7 @@ class RewardMethod(Method):
         if config.has_new_head and self.recipe.model.init == "pretrained":
             run.metrics.say(
                 f"score: a new head of {config.num_labels} output{'s' if config.num_labels != 1 else ''}, "
-                f"drawn by run.seed: {self.recipe.model.path} is a language model"
+                f"initialised from run.seed: {self.recipe.model.path} is a language model"
             )
 
     def batch(self, rows: GlobalBatch, split: str = "train") -> Batch:

@@ -66,7 +66,7 @@ class Runtime:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0."""
+        """True on rank 0."""
         return self.rank == 0
 
 

@@ -20,7 +20,7 @@ For example, four rows of 5, 2, 3 and 2 tokens become these micro-batches of row
 The loss of a step is the same for all of them, because documents never see one another.
 
 A *stream* is a tensor of the batch. A stream [n, S, ..] has a value for each token of the n rows, and is packed and
-padded like the token ids. A stream [n, ..] whose second dimension is not S has a value for each row. The shape alone
+padded like the token ids. A stream [n, ..] whose second dimension is not S has a value for each row. The shape
 decides, so a vector of K values per row should be passed as [n, 1, K], in case K equals S by chance.
 
 Every dp rank runs the same number of micro-batches, because each forward and backward has collectives. A rank with

@@ -5,7 +5,7 @@ identical on every rank and saved with a checkpoint, so a run can resume between
 with 4 prompts, 2 completions each, `train.global_batch=4` and `grpo.updates_per_rollout=2`:
 
     rollout    8 completions
-    step 1     completions [0, 2, 5, 7]    first pass, in an order drawn from the seed
+    step 1     completions [0, 2, 5, 7]    first pass, in a random order from the seed
     step 2     completions [1, 3, 4, 6]
     step 3     completions [1, 2, 6, 7]    second pass, in another order
     step 4     completions [0, 3, 4, 5]    `position.done` is 4, so the next step starts another rollout
@@ -280,7 +280,7 @@ class Rollouts(BatchSource):
         prompts: Prompts of a rollout. None: `train.global_batch`.
         group_size: Completions of a prompt.
         passes: Passes over a rollout.
-        shuffles: Whether each pass has an order drawn from the seed. Otherwise it has the data's order.
+        shuffles: Whether each pass has a random order from the seed. Otherwise it has the data's order.
         buffer: The last rollout, identical on every rank.
         position: Position of the run.
         measured: Metrics of the last rollout.

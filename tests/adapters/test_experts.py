@@ -145,7 +145,7 @@ def test_a_gate_of_one_output_takes_any_rank(tmp_path):
 
 
 def test_servers_get_merged_weights():
-    assert "no server is known to take adapters of experts" in adapter_refusal(
+    assert "no server is known to accept adapters of experts" in adapter_refusal(
         None, AdapterConfig(parameters=("experts",))
     )
 

@@ -82,7 +82,7 @@ def test_the_native_engine_draws_with_the_adapter_on_a_mesh(tmp_path, base, nati
     [
         (2, "rslora", ["parallel.tp=2"], "only the adapter"),
         (2, "dora", ["parallel.tp=2", "grpo.server.weights=broadcast"], None),
-        (1, "saved", [], "merged weights instead of the adapter: no server takes what is trained beside"),
+        (1, "saved", [], "merged weights instead of the adapter: no server accepts modules that are trained next to"),
     ],
 )
 def test_a_run_over_a_server_is_the_run_of_the_native_engine(

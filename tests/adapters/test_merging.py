@@ -185,7 +185,7 @@ def test_a_run_from_scratch_has_its_base_in_its_steps(tmp_path):
     export(recipe.run.directory, tmp_path / "adapter", form="adapter")
     name = "model.layers.0.self_attn.q_proj.weight"
     assert merged.state_dict()[name].dtype == torch.float64
-    with pytest.raises(UserError, match="--original-base: the base of .* lies in no files"):
+    with pytest.raises(UserError, match="--original-base: the base of .* is only in its steps"):
         export(recipe.run.directory, tmp_path / "again", original_base=True)
 
 

@@ -110,7 +110,7 @@ def test_what_codes_cannot_do_is_refused(tmp_path, overrides, words):
 @pytest.mark.parametrize(
     ("sizes", "overrides", "words"),
     [
-        ({}, ["lora.modules_to_save=[down_proj]"], "for layers that are not trained whole"),
+        ({}, ["lora.modules_to_save=[down_proj]"], "for layers that are not fully trained"),
         ({"intermediate_size": 96}, [], "bitsandbytes made blocks of 64 inputs, which do not divide the 96 of down_pr"),
     ],
 )

@@ -146,7 +146,7 @@ def test_mistakes_are_named(tmp_path):
         export(tmp_path / "run", tmp_path / "out", "int8")
     with pytest.raises(UserError, match="nowhere is no directory"):
         export(tmp_path / "nowhere", tmp_path / "out")
-    with pytest.raises(UserError, match="no whole checkpoint"):
+    with pytest.raises(UserError, match="no complete checkpoint"):
         export(tmp_path, tmp_path / "out")
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "file").write_text("")

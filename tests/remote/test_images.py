@@ -244,7 +244,7 @@ def test_an_adapter_of_a_tower_is_sent_to_dtrain_alone(vllm):
     config = AdapterConfig.from_values({"rank": 4})
     vllm.max_lora_rank = 8
     assert adapter_refusal(engine_of(vllm), config) is None
-    assert "adapters of decoders alone" in adapter_refusal(engine_of(vllm), config, has_tower=True)
+    assert "accepts only adapters of decoders" in adapter_refusal(engine_of(vllm), config, has_tower=True)
 
 
 def test_a_trained_tower_is_refused_where_features_outlive_weights(vllm, sglang):

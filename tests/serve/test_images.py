@@ -296,4 +296,4 @@ def test_weights_without_a_tower_take_no_images(tmp_path):
     tensors = load_file(directory / "model.safetensors")
     kept = {name: tensor for name, tensor in tensors.items() if "visual" not in name}
     save_file(kept, directory / "model.safetensors", metadata={"format": "pt"})
-    assert "have no whole vision tower" in image_problem(directory)
+    assert "have no complete vision tower" in image_problem(directory)

@@ -76,7 +76,7 @@ class Saver:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the save in flight has failed on this rank already. No collective."""
+        """True if the save in flight has already failed on this rank. No collective."""
         save = self._save_in_flight
         return save is not None and save.done() and save.exception() is not None
 

@@ -107,7 +107,7 @@ class Patience:
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether the last `max_misses` values were not better than the best one before them."""
+        """True if none of the last `max_misses` values improved on the best value before them."""
         if self.max_misses is None or not self.values:
             return False
         best = self.values.index(self.better(self.values))

@@ -322,7 +322,7 @@ def _read_entry(entry: dict, name: str, locations: dict[MetadataIndex, ChunkLoca
             if offset + extent > dim_size:
                 raise ValueError(f"{name}: a chunk at {list(offsets)} of {list(sizes)} leaves {list(size)}")
         if Path(chunk["file"]).name != chunk["file"]:
-            raise ValueError(f"{name}: file {chunk['file']!r} lies outside the checkpoint")
+            raise ValueError(f"{name}: file {chunk['file']!r} is outside the checkpoint")
         if length < math.prod(sizes) * dtype.itemsize:
             raise ValueError(f"{name}: {length} bytes cannot hold a chunk of {list(sizes)}")
         index = MetadataIndex(name, offsets)

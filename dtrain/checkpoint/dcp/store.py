@@ -81,7 +81,7 @@ _LEFTOVERS = re.compile(r"\.(partial|discarded)-step-\d+")
 _FILE_NAME = re.compile(r"(adapter/)?(?!\.\.?$)[^/]*")  # names that a manifest may list, none outside of the step
 
 SEEN_SECONDS = 5.0
-"""How long rank 0 waits until it sees the files of another host on a shared file system."""
+"""Seconds that rank 0 waits for files which another host has written to a shared file system."""
 
 TensorSpecs = dict[str, tuple[tuple[int, ...], torch.dtype]]
 """Shape and dtype of tensors, by name."""
@@ -222,7 +222,7 @@ class CheckpointStore:
                 names on every rank.
             state: JSON. That of rank 0 is saved. Tuples come back as lists.
             rank_state: JSON of each rank.
-            write_extra_files: Writes further files into the step on rank 0, after all ranks have written theirs.
+            write_extra_files: Writes further files into the step on rank 0, after all ranks have written their tensors.
 
         Returns:
             The directory of the step.
@@ -611,12 +611,12 @@ def locate_step(path: str | Path, ranks: Ranks | None = None, key: str | None = 
         store = CheckpointStore(path.absolute().parent, ranks)
         errors = store.ranks.run_on_first(lambda: store.check_files(step))
         if errors:
-            raise UserError(f"{shown_path} is no whole checkpoint: {errors[0]}")
+            raise UserError(f"{shown_path} is not a complete checkpoint: {errors[0]}")
         return LocatedStep(store, step)
     store = CheckpointStore(path / "checkpoints" if (path / "checkpoints").is_dir() else path, ranks)
     newest = store.latest()
     if newest is None:
-        raise UserError(f"{shown_path}: no whole checkpoint there (looked for step-N directories in {store.directory})")
+        raise UserError(f"{shown_path} has no complete checkpoint (looked for step-N directories in {store.directory})")
     return LocatedStep(store, newest)
 
 

@@ -213,7 +213,7 @@ def _open_step(
     adapter = StoredAdapter(directory / ADAPTER, model) if trains_adapter else None
     if adapter is not None and form in ("adapter", "folded"):
         base_name = read_json(adapter.directory / ADAPTER_CONFIG).get(BASE)
-        note = ", whose base lies in no files but the run's steps: --merged writes both" if base_name is None else ""
+        note = ", whose base is only in the run's steps: --merged writes both" if base_name is None else ""
         return AdapterExport(f"the adapter of {description}{note}", adapter, [layout.source])
 
     saved: TensorSpecs = {}
@@ -227,7 +227,9 @@ def _open_step(
     if lost and not facts.freezes:
         raise UserError(f"{directory} is missing {len(lost)} tensors of its model, the first {min(lost)}")
     if original_base and not missing:
-        raise UserError(f"--original-base: the base of {run} lies in no files, its steps contain it: leave it out")
+        raise UserError(
+            f"--original-base: the base of {run} is only in its steps, so there is no original to use. Leave it out"
+        )
     base = None
     if missing:
         base = BaseWeights(

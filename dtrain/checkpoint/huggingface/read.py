@@ -144,7 +144,7 @@ def _mismatches(
     if has_quantization and not is_codes:
         return [
             f"dtype: {name} is {stored.kind}, codes of 4 bits; they are read where config.json has bitsandbytes' "
-            "quantization_config, for layers that are not trained whole"
+            "quantization_config, for layers that are not fully trained"
         ]
     mismatches = []
     if stored.shape != shape:

@@ -71,7 +71,7 @@ def write_directory(
         source: The directory that the model came from. config.json, the small files, and weights that dtrain does not
             train (such as a vision tower) are copied from there. If it does not have such weights, the text tower is
             written as a model of its own.
-        dtype: Dtype of the model's floating tensors. None keeps theirs.
+        dtype: Dtype of the model's floating tensors. None keeps their own dtypes.
         max_shard_bytes: Largest size of a file. A larger tensor gets a file to itself.
         chat_template: Text of the chat template of the training, if it is not the source's.
         saved_step: {"step", "save"}: the step, and the mark of its save, for `model_files.read_saved_step`.
@@ -119,7 +119,7 @@ class Layout:
 
     @property
     def is_text_tower_only(self) -> bool:
-        """Whether only the text tower of a multimodal model is written, because there are no other weights."""
+        """True if only the text tower of a multimodal model is written, because there are no other weights."""
         return has_untrained_parts(self.config) and self.files is None and not self.has_tower
 
     def name(self, model: nn.Module, names: list[str]) -> str:

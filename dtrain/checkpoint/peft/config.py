@@ -165,7 +165,9 @@ def peft_config(config: AdapterConfig, model: ModelConfig, base: str | None) -> 
     layer_names = [name for name in layers if not is_expert_or_router(name)]
     parameters, adapted = config.select_parameters(parameter_names), config.select_layers(layer_names)
     # PEFT's names of the adapted layers and parameters: in a multimodal model they are within its text tower.
-    peft_names = {name: to_tower_name(name) if model.is_text_tower else name for name in [*adapted, *parameters]}
+    peft_names = {}
+    for name in [*adapted, *parameters]:
+        peft_names[name] = to_tower_name(name) if model.is_text_tower else name
 
     last_parts = sorted({name.rpartition(".")[2] for name in adapted})
     matching = {name for name in layer_names if name.rpartition(".")[2] in last_parts}

@@ -111,7 +111,7 @@ class StoredAdapter:
             out: The new directory.
             companions: Directories whose tokenizer and template are copied. A later one's files replace those of an
                 earlier one.
-            dtype: Dtype of the tensors. None keeps theirs.
+            dtype: Dtype of the tensors. None keeps their own dtypes.
 
         Raises:
             UserError: If PEFT would misread the adapter.
@@ -170,7 +170,7 @@ class StoredAdapter:
             option: The command line option that needs plain LoRA, for the message.
         """
         if self.config.dora or self.config.modules_to_save:
-            part = "DoRA's magnitudes" if self.config.dora else "modules that are trained whole (modules_to_save)"
+            part = "DoRA's magnitudes" if self.config.dora else "fully trained modules (modules_to_save)"
             raise UserError(f"{option}: the adapter has {part}, which plain LoRA does not have: export it --merged")
         if self.config.select_parameters(self.adapted):
             raise UserError(f"{option}: plain LoRA does not have adapters of experts: export it --merged")

@@ -125,7 +125,7 @@ class AdapterFiles:
         Args:
             sizes: Shape and dtype of the model's parameters by name. Only those of the adapter are used.
             read: Reads a parameter.
-            dtype: Dtype of the file's tensors. None keeps theirs.
+            dtype: Dtype of the file's tensors. None keeps their own dtypes.
             collective: Whether `read` communicates, so that every rank must call it.
 
         Returns:

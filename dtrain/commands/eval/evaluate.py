@@ -115,7 +115,7 @@ def _load_model(
 
 
 def _question_options(arguments: Namespace, max_positions: int, template: ChatTemplate | None) -> QuestionOptions:
-    """Return how prompts are read and answered."""
+    """Collect the options for encoding prompts and sampling answers."""
     max_new_tokens = arguments.max_new_tokens or default_max_new_tokens(max_positions)
     if max_new_tokens >= max_positions:
         raise UserError(

@@ -218,7 +218,9 @@ def _draw_chart(id: str, chart: Chart, runs: Sequence[RunFiles]) -> dict[str, An
             curve = run.curves.get(field)
             if curve is None:
                 continue
-            values = [value if records.is_plottable(value) else None for value in curve.values]
+            values: list[float | None] = []
+            for value in curve.values:
+                values.append(value if records.is_plottable(value) else None)  # None interrupts the line
             x, y = thinned(curve.steps, values)
             lines.append(
                 {

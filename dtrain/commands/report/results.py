@@ -284,7 +284,10 @@ def _result(runs: Sequence[RunFiles], field: str, name: str) -> Row:
 
 def _best_indices(values: Sequence[float | None], best_of: Callable | None) -> tuple[int, ...]:
     """Return the indices of the best value, if several values differ by more than rounding."""
-    rounded = [None if value is None else float(f"{value:.4g}") for value in values]
+    # Values that agree in four digits count as equal.
+    rounded: list[float | None] = []
+    for value in values:
+        rounded.append(None if value is None else float(f"{value:.4g}"))
     known = [value for value in rounded if value is not None]
     if best_of is None or len(known) < 2 or min(known) == max(known):
         return ()

@@ -582,7 +582,7 @@ class VllmTokens(VllmRoute):
     needs_ids = True
 
     def missing_ids_error(self) -> Exception:
-        return ClientError(404, "this release of vLLM has no images beside token ids")
+        return ClientError(404, "this release of vLLM accepts no images next to token ids")
 
     def body(self, requests: Sequence[Request], model: str, adapter: str | None = None) -> Post:
         prompt = _image_prompt_of(requests[0])

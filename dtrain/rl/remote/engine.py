@@ -273,7 +273,7 @@ class RolloutPrefetcher:
         old = [index for index, age in enumerate(_staleness(completions, version)) if age > self.max_staleness]
         if old:
             message = f"{len(old)} of {len(completions)} completions are more than {self.max_staleness} steps old"
-            self.say(f"{message}: drawn again")
+            self.say(f"{message}: sampled again")
             new_completions = self._sample([self.requests[index] for index in old], version, should_stop)
             for index, completion in zip(old, new_completions, strict=True):
                 completions[index] = completion
@@ -325,15 +325,16 @@ def adapter_refusal(engine: HttpEngine, config: AdapterConfig, has_tower: bool =
         UserError: If a server does not answer.
     """
     if config.modules_to_save:
-        return f"no server takes what is trained beside the adapter, lora.modules_to_save={[*config.modules_to_save]}"
+        modules = [*config.modules_to_save]
+        return f"no server accepts modules that are trained next to the adapter, lora.modules_to_save={modules}"
     if config.parameters:
-        return f"no server is known to take adapters of experts, lora.target={[*config.parameters]}"
+        return f"no server is known to accept adapters of experts, lora.target={[*config.parameters]}"
     for server in engine.servers:
         name = f"{server.client.url}: {server.dialect.name}"
         if config.dora and not server.dialect.supports_dora:
             return f"{name} takes no DoRA"
         if has_tower and not server.dialect.supports_vision_adapters:
-            return f"{name} takes adapters of decoders alone, and lora.target means layers of the vision tower too"
+            return f"{name} accepts only adapters of decoders, and lora.target also selects layers of the vision tower"
     problem = engine.adapter_problem()
     if problem is None:
         return None

@@ -10,8 +10,8 @@ pass None. If something fails on rank 0, all ranks raise a UserError after they 
 waits in a collective for ever.
 
 In a shared directory, `step-N` is complete once it contains its marker, a file that is written last, as in prime-rl
-(`STABLE`). prime-rl's marker is empty. Ours contains a random text, which differs if the same step is written again.
-Readers ignore directories without a marker.
+(`STABLE`). prime-rl's marker is empty. dtrain's marker contains a random text, which differs if the same step is
+written again. Readers ignore directories without a marker.
 
 vLLM's weight transfer (its docs/training/weight_transfer/nccl.md) consists of calls over HTTP and bytes over NCCL. An
 update is /start_weight_update, /update_weights for each message, and /finish_weight_update with the version. A message

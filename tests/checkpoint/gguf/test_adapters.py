@@ -57,6 +57,6 @@ def test_what_llama_cpp_has_no_place_for_is_refused(tmp_path):
     with pytest.raises(UserError, match="--adapter: the adapter has DoRA's magnitudes.*export it --merged"):
         export_gguf(adapter, tmp_path / "a.gguf", form="adapter")
     save_adapter(tmp_path / "base", tmp_path / "saved", modules_to_save=["input_layernorm"])
-    with pytest.raises(UserError, match="--folded: the adapter has modules that are trained whole"):
+    with pytest.raises(UserError, match="--folded: the adapter has fully trained modules"):
         export_gguf(tmp_path / "saved", tmp_path / "a.gguf", form="folded")
     assert not (tmp_path / "a.gguf").exists()
