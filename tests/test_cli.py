@@ -117,7 +117,7 @@ def test_the_type_of_an_export_is_that_of_its_kind(tmp_path, capsys):
     assert main(["export", source, str(tmp_path / "out"), "--type", "f16"]) == 1
     assert "let OUT end with .gguf, or use --dtype for a directory" in capsys.readouterr().err
     assert main(["export", source, str(tmp_path / "m.gguf"), "--type", "f16"]) == 1
-    assert "gone is no directory" in capsys.readouterr().err
+    assert "gone is not a directory" in capsys.readouterr().err
 
 
 def test_export_and_generate_answer_a_missing_directory(tmp_path, capsys):

@@ -43,7 +43,7 @@ def test_each_mistake_is_named(tmp_path, overrides, answer):
     ("overrides", "answer"),
     [
         (["model.path=Qwen/Qwen3-0.6B"], "Fetch it with `dtrain download Qwen/Qwen3-0.6B`"),
-        (["method=dpo", "dpo.reference=Qwen/Qwen3-0.6B"], "dpo.reference=Qwen/Qwen3-0.6B is no directory here"),
+        (["method=dpo", "dpo.reference=Qwen/Qwen3-0.6B"], "dpo.reference=Qwen/Qwen3-0.6B is not a directory here"),
         (["method=distill", "distill.teacher=Qwen/Qwen3-8B"], "Fetch it with `dtrain download Qwen/Qwen3-8B`"),
         (["data.train.path=tatsu-lab/alpaca"], "dataset of the Hugging Face hub"),
     ],

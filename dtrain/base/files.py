@@ -176,7 +176,7 @@ def check_can_publish(path: Path) -> None:
     directory = resolve_links(path)
     name = str(path) if path == directory else f"{path}, which leads to {directory},"
     if directory.exists() and not directory.is_dir():
-        raise UserError(f"{name} is no directory: delete it, or choose another path")
+        raise UserError(f"{name} is not a directory: delete it, or choose another path")
     if os.path.ismount(directory):
         raise UserError(
             f"{name} is the mount point of a disk, which cannot be replaced by a directory: let the path lead to a "

@@ -244,7 +244,7 @@ def _set_or_refuse(section: object, key: str, hint: Any, value: Any, dotted: str
     shown = f"{dotted}={ranges.format_value(value)}"
     dtrain_value = spelling.find_dtrain_value(re.sub(r"\[\d+\]", "", dotted), value)
     if choices:
-        return [f"{shown} is none of {', '.join(choices)}{_choice_hint(dotted, value, choices, dtrain_value)}"]
+        return [f"{shown} is not one of {', '.join(choices)}{_choice_hint(dotted, value, choices, dtrain_value)}"]
     expected = spelling.type_description(alternatives)
     if dtrain_value:
         return [f"{shown} must be {expected}: {dtrain_value}"]
@@ -252,7 +252,7 @@ def _set_or_refuse(section: object, key: str, hint: Any, value: Any, dotted: str
 
 
 def _choice_hint(dotted: str, value: Any, choices: Collection[str], dtrain_value: str | None) -> str:
-    """Return the hint for a value that is none of a key's choices.
+    """Return the hint for a value that is not one of a key's choices.
 
     Args:
         dotted: The key.
@@ -413,7 +413,7 @@ def _unknown(dotted: str, value: Any, prefix: str, siblings: list[str], sections
     text = f"{dotted}: {explanation}"
     if explanation is None:
         hint = spelling.pasted_character_hint(word)
-        text = f"{dotted} is no key of a recipe{hint}{_nearest_key_hint(word, prefix, siblings, sections)}"
+        text = f"{dotted} is not a key of a recipe{hint}{_nearest_key_hint(word, prefix, siblings, sections)}"
     problems = [Problem(dotted, text)]
     for key in inner:
         inner_explanation = spelling.explain_unknown_key(key)

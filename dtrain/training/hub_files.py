@@ -153,7 +153,7 @@ def missing_problems(recipe: Recipe) -> list[Problem]:
             )
             continue
         text = (
-            f"{key}={name} is no directory here, and as a model of the Hugging Face hub it is not in this machine's "
+            f"{key}={name} is not a directory here, and as a model of the Hugging Face hub it is not in this machine's "
             f"cache{directory_hint(name)}"
         )
         problems.append(Problem(key, text, f"Fetch it with `dtrain download {name}`"))

@@ -144,7 +144,7 @@ def test_mistakes_are_named(tmp_path):
     make_run(tmp_path / "run", "llama3")
     with pytest.raises(UserError, match="--dtype int8: choose one of"):
         export(tmp_path / "run", tmp_path / "out", "int8")
-    with pytest.raises(UserError, match="nowhere is no directory"):
+    with pytest.raises(UserError, match="nowhere is not a directory"):
         export(tmp_path / "nowhere", tmp_path / "out")
     with pytest.raises(UserError, match="no complete checkpoint"):
         export(tmp_path, tmp_path / "out")

@@ -117,7 +117,7 @@ def test_half_a_download_names_the_files_of_the_hubs_listing(tmp_path, loopback,
 
 def test_offline_and_not_cached_is_said(tmp_path, cache, capsys):
     recipe = tiny_recipe(tmp_path, "model.path=someone/else", "model.init=pretrained")
-    with pytest.raises(UserError, match="someone/else is no directory here and not in the hub's cache"):
+    with pytest.raises(UserError, match="someone/else is not a directory here and not in the hub's cache"):
         launch(recipe)
     assert cli.main(["download", "someone/else"]) == 1
     assert "the hub cannot be reached" in capsys.readouterr().err

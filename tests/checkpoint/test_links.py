@@ -65,7 +65,7 @@ def test_an_export_that_no_directory_could_get_to_is_refused_before_training(tmp
     refused("export.*(loop|circle|Symlink)")
     (disk / "file").touch()
     place.symlink_to(disk / "file")
-    refused(f"export, which leads to {disk}/file, is no directory")
+    refused(f"export, which leads to {disk}/file, is not a directory")
     place.symlink_to("/proc/export")
     refused("which leads to /proc/export, cannot be written: .* /proc does not allow that")
     monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == disk)

@@ -78,11 +78,11 @@ def test_a_batch_smaller_than_the_ranks_is_answered_with_what_fits():
         (
             1,
             ["optimizer.name=admaw"],
-            "optimizer.name=admaw is none of adamw, adam, sgd, adafactor, muon. Did you mean",
+            "optimizer.name=admaw is not one of adamw, adam, sgd, adafactor, muon. Did you mean",
         ),
         (1, ["optimizer.name=AdamW"], "Did you mean adamw?"),
-        (1, ["scheduler.name=cosin"], "scheduler.name=cosin is none of constant, cosine, linear, wsd. Did you mean"),
-        (1, ["scheduler=[{name: linear},{name: x}]"], "scheduler[1].name=x is none of"),
+        (1, ["scheduler.name=cosin"], "scheduler.name=cosin is not one of constant, cosine, linear, wsd. Did you mean"),
+        (1, ["scheduler=[{name: linear},{name: x}]"], "scheduler[1].name=x is not one of"),
         (1, ["scheduler=[{name: linear},{name: cosine}]"], "scheduler[0].steps is missing. Set it; only the last"),
         (1, ["scheduler=[]"], "scheduler=[] has no stages"),
         (1, ["scheduler.min_lr_ratio=2"], "scheduler.min_lr_ratio=2.0 must be from 0 to 1"),
@@ -136,7 +136,11 @@ def test_a_batch_smaller_than_the_ranks_is_answered_with_what_fits():
         ),
         (1, ["checkpoint.keep_every=0"], "checkpoint.keep_every=0 must be at least 1, or null"),
         (1, ["checkpoint.keep_best=val_loss"], "checkpoint.keep_best=val_loss needs a validation set"),
-        (1, ["checkpoint.keep_best=loos"], "checkpoint.keep_best=loos is none of val_loss, loss, val_reward_mean, nor"),
+        (
+            1,
+            ["checkpoint.keep_best=loos"],
+            "checkpoint.keep_best=loos is not one of val_loss, loss, val_reward_mean or null",
+        ),
         (
             1,
             ["checkpoint.keep_best=val_loss", "train.validate_every=null", "data.val=9"],

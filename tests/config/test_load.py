@@ -85,7 +85,7 @@ def test_keys_of_another_method_stay_with_a_recipe():
     assert written.unused_keys == ["grpo.sampling.temperature", "dpo"]
     assert set(load_recipe(written).unused_keys) == {"grpo.sampling.temperature", "dpo.beta"}
     with pytest.raises(
-        RecipeError, match="grpo.sampling.temprature is no key of a recipe; did you mean grpo.sampling.te"
+        RecipeError, match="grpo.sampling.temprature is not a key of a recipe; did you mean grpo.sampling.te"
     ):
         load_recipe({"grpo": {"sampling": {"temprature": 0.5}}})
 
@@ -186,10 +186,10 @@ def test_yaml_round_trip_and_diff():
 @pytest.mark.parametrize(
     ("override", "answer"),
     [
-        ("train.stpes=3", "train.stpes is no key of a recipe; did you mean train.steps?"),
+        ("train.stpes=3", "train.stpes is not a key of a recipe; did you mean train.steps?"),
         ("trian.steps=3", "trian.steps is not a key of a recipe. Use train.steps"),
-        ("global_batch=8", "global_batch is no key of a recipe; did you mean train.global_batch?"),
-        ("train.dtype=bf16", "train.dtype=bf16 is none of auto, bfloat16, float16, float32, float64; did you mean"),
+        ("global_batch=8", "global_batch is not a key of a recipe; did you mean train.global_batch?"),
+        ("train.dtype=bf16", "train.dtype=bf16 is not one of auto, bfloat16, float16, float32, float64; did you mean"),
         ("train.steps=abc", "train.steps=abc must be a whole number or null"),
         ("train.steps=1.5", "train.steps=1.5 must be a whole number or null"),
         ("train.steps=true", "train.steps=true must be a whole number or null"),
@@ -201,7 +201,7 @@ def test_yaml_round_trip_and_diff():
         ("optimizer=adam", "optimizer is a mapping with the keys name, lr"),
         ("scheduler=null", "scheduler=null: scheduler is a mapping with the keys name"),
         ("data.train=x.jsonl", "data.train is a mapping with the keys path"),
-        ("grpo.rewards=[{fnn: a}]", "grpo.rewards[0].fnn is no key of a recipe; did you mean grpo.rewards[0].fn?"),
+        ("grpo.rewards=[{fnn: a}]", "grpo.rewards[0].fnn is not a key of a recipe; did you mean grpo.rewards[0].fn?"),
         ("optimizer.lr", "an override is written key=value"),
         ("--optimizer.lr=1", "an override is written key=value, without dashes"),
         ("optimizer.betas=[0.9", "the value is not YAML"),
@@ -383,8 +383,8 @@ def test_a_schedule_in_stages_has_no_key_to_unset():
 @pytest.mark.parametrize(
     ("file", "nested"),
     [
-        ({"train.steps": 4}, "train.steps is no key of a recipe; in a file keys are nested: train: {steps: ..}"),
-        ({"data": {"train.path": "a"}}, "data.train.path is no key of a recipe; .*: train: {path: ..}"),
+        ({"train.steps": 4}, "train.steps is not a key of a recipe; in a file keys are nested: train: {steps: ..}"),
+        ({"data": {"train.path": "a"}}, "data.train.path is not a key of a recipe; .*: train: {path: ..}"),
     ],
 )
 def test_dotted_keys_of_a_file_are_shown_nested(file, nested):

@@ -74,8 +74,8 @@ def test_each_component_of_torchtune_has_an_answer_of_its_own():
 
 # Tool, a line of its file, the key that is lost, a part of the reason, and the recipe's key that gets no default.
 LOST = [
-    ("TRL", "lr_scheduler_type: polynomial", "lr_scheduler_type", "is none of constant", "scheduler.name"),
-    ("TRL", "optim: lion_8bit", "optim", "is none of adamw", "optimizer.name"),
+    ("TRL", "lr_scheduler_type: polynomial", "lr_scheduler_type", "is not one of constant", "scheduler.name"),
+    ("TRL", "optim: lion_8bit", "optim", "is not one of adamw", "optimizer.name"),
     ("TRL", "max_prompt_length: 100", "max_prompt_length", "data.max_length", ""),
     ("TRL", "dtype: auto", "dtype", "train.masters", ""),
     ("TRL", "packing_strategy: wrapped", "packing_strategy", "see one another", ""),
@@ -236,7 +236,7 @@ def test_torchtunes_loss_of_pairs_makes_its_file_dpo(component, loss, beta):
 def test_a_method_that_is_not_here_is_no_other_method_in_the_recipe(file, method):
     made = converted(file)
     assert made.values["method"] == method
-    with pytest.raises(RecipeError, match=f"method={method} is none of"):
+    with pytest.raises(RecipeError, match=f"method={method} is not one of"):
         load_recipe(yaml.safe_load(made.text()))
 
 

@@ -115,7 +115,7 @@ def test_a_pattern_means_its_files_in_order(tmp_path, memory):
         ("memory://bucket/*.csv", "data.train.path: no file matches memory://bucket/*.csv. Check the address"),
         ("memory://bucket", "data.train.path: no file is at memory://bucket. Check the address"),
         ("nope://bucket/a.jsonl", "fsspec cannot read such a URL (Protocol not known: nope"),
-        ("memory://bucket/a.txt", "is none of the files that dtrain reads"),
+        ("memory://bucket/a.txt", "is not one of the files that dtrain reads"),
     ],
 )
 def test_what_cannot_be_read_is_said_before_the_run(tmp_path, memory, path, said):

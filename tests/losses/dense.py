@@ -70,7 +70,7 @@ def random_targets(shape, vocab, seed):
 
 
 def logprob_at(logits, ids):
-    """log softmax(logits)[ids], ids [.., k]; 0 where an id is none of the vocabulary's."""
+    """log softmax(logits)[ids], ids [.., k]; 0 where an id is not one of the vocabulary's."""
     valid = (ids >= 0) & (ids < logits.shape[-1])
     return torch.where(valid, logits.log_softmax(-1).gather(-1, torch.where(valid, ids, 0)), 0)
 

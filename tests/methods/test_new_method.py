@@ -87,11 +87,11 @@ def test_its_keys_are_keys_of_a_recipe(tmp_path):
     assert "focal.gamma" in recipe_keys() and recipe.focal.gamma == GAMMA
     assert preflight(recipe, 1) == []
     assert load_recipe(yaml.safe_load(to_yaml(recipe))) == recipe and "sft" not in yaml.safe_load(to_yaml(recipe))
-    with pytest.raises(RecipeError, match=r"focal\.gama is no key of a recipe; did you mean focal\.gamma\?"):
+    with pytest.raises(RecipeError, match=r"focal\.gama is not a key of a recipe; did you mean focal\.gamma\?"):
         recipe_at(tmp_path, "focal.gama=1")
     with pytest.raises(RecipeError, match=r"focal\.gamma=much must be a number"):
         recipe_at(tmp_path, "focal.gamma=much")
-    with pytest.raises(RecipeError, match=r"method=focl is none of sft, .*, focal; did you mean focal\?"):
+    with pytest.raises(RecipeError, match=r"method=focl is not one of sft, .*, focal; did you mean focal\?"):
         recipe_at(tmp_path, "method=focl")
     (low,) = preflight(recipe_at(tmp_path, "focal.gamma=-1"), 1)
     assert low == "focal.gamma=-1.0 must be a finite number, at least 0"
@@ -106,7 +106,7 @@ def test_its_keys_are_keys_of_a_recipe(tmp_path):
 
 def test_without_its_entry_it_is_no_method(tmp_path, monkeypatch):
     monkeypatch.delitem(METHODS, "focal")
-    with pytest.raises(RecipeError, match=r"method=focal is none of sft, dpo, kto, grpo, distill, reward"):
+    with pytest.raises(RecipeError, match=r"method=focal is not one of sft, dpo, kto, grpo, distill, reward"):
         recipe_at(tmp_path)
 
 

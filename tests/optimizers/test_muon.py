@@ -160,7 +160,7 @@ def test_a_plan_counts_one_moment_of_matrices(tmp_path):
         (["optimizer.kwargs={momentum: .nan}"], "optimizer.kwargs.momentum=nan must be a number from 0 up to 1"),
         (["optimizer.kwargs={ns_steps: true}"], "must be a whole number from 1 to 99"),
         (["optimizer.kwargs={ns_coefficients: [1, x, 2]}"], "must be three numbers"),
-        (["optimizer.kwargs={beta: 0.9}"], "optimizer.kwargs.beta is none of muon's"),
+        (["optimizer.kwargs={beta: 0.9}"], "optimizer.kwargs.beta is not one of muon's"),
         (["optimizer.adam_lr=-1"], "optimizer.adam_lr=-1.0 must be a finite number"),
         (["optimizer.state=int8"], "optimizer.state=int8 needs optimizer.name=adamw or adam"),
         (["optimizer.name=adamw", "optimizer.adam_lr=1e-3"], "optimizer.adam_lr is for optimizer.name=muon"),

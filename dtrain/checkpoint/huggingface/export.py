@@ -129,7 +129,9 @@ def open_source(
     if original_base and form not in (None, "merged"):
         raise UserError("--original-base says what --merged merges into; it has no meaning with another form")
     if not source.is_dir():
-        raise UserError(f"{source} is no directory: give a run's directory, a checkpoints/step-N, or an exported model")
+        raise UserError(
+            f"{source} is not a directory: give a run's directory, a checkpoints/step-N, or an exported model"
+        )
     step = step_of_adapter(source)
     if step is None and is_adapter_directory(source):
         return _open_adapter(source, dtype, form or "merged", original_base)

@@ -121,7 +121,7 @@ def _weight_file_names(directory: Path, single: str = WEIGHTS) -> Mapping[str, S
     if files is not None:
         return files
     if not directory.is_dir():
-        raise UserError(f"{directory} is no directory")
+        raise UserError(f"{directory} is not a directory")
     if any(directory.glob("pytorch_model*.bin")):
         raise UserError(
             f"{directory} has its weights as pytorch_model.bin, a pickle, which dtrain does not open. Convert it with "

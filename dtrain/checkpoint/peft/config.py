@@ -309,7 +309,7 @@ def base_of(directory: Path) -> Path:
     cached = hub.cached_model_directory(name)
     if cached is None:
         raise UserError(
-            f"{file}: {key} is {name}, which is no directory here and not in the hub's cache on this machine: "
+            f"{file}: {key} is {name}, which is not a directory here and not in the hub's cache on this machine: "
             f"`dtrain download {name}` fetches it, or write its directory there"
         )
     return cached

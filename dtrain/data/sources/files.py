@@ -240,7 +240,7 @@ def file_kind(file: Path, key: str = "data.train.path") -> str:
     else:
         fix = 'plain text goes into a .jsonl, a line for each: {"text": "..."}'
     raise UserError(
-        f"{key}: {file} is none of the files that dtrain reads: {', '.join(FILE_KINDS)}, all but the last also as "
+        f"{key}: {file} is not one of the files that dtrain reads: {', '.join(FILE_KINDS)}, all but the last also as "
         f".gz; {fix}"
     )
 

@@ -292,7 +292,7 @@ class Draft:
             return
         fitted, problems = self.keys.fit(key, value)
         if isinstance(value, str) and key in _KNOWN_NAMES and value not in _KNOWN_NAMES[key] and "." not in value:
-            problems = [f"{key}={value} is none of {', '.join(_KNOWN_NAMES[key])}"]
+            problems = [f"{key}={value} is not one of {', '.join(_KNOWN_NAMES[key])}"]
         if key == "method" and problems:
             self.values[key] = value  # dtrain refuses this recipe too, instead of training by another method
         if problems:

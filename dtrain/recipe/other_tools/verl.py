@@ -448,7 +448,7 @@ def _convert_divergence(draft: Draft) -> None:
         draft.put("grpo.beta", weight, f"{ACTOR}.kl_loss_coef")
         estimator = KL_ESTIMATORS.get(kind.removesuffix("+"))
         if estimator is None:
-            draft.lose(f"{ACTOR}.kl_loss_type", f"{kind} is none of k1, k2 and k3")
+            draft.lose(f"{ACTOR}.kl_loss_type", f"{kind} is not one of k1, k2 and k3")
         else:
             _put_loss_option(draft, "kl_estimator", estimator, "")
             _put_loss_option(draft, "kl_gradient", "k2" if kind.endswith("+") else "direct", "")

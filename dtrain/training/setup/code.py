@@ -62,7 +62,7 @@ def unknown_name(key: str, name: str, known: Sequence[str]) -> list[Problem]:
     """
     if name in known or "." in name:
         return []
-    text = f"{key}={name} is none of {', '.join(known)}"
+    text = f"{key}={name} is not one of {', '.join(known)}"
     key_without_index = re.sub(r"\[\d+\]", "", key)
     near = spelling.find_dtrain_value(key_without_index, name) or closest_name(name, known)
     if near:

@@ -150,7 +150,7 @@ def _check_muon(inputs: RunInputs) -> list[Problem]:
             return []
         text = f"optimizer.adam_lr is for optimizer.name=muon, and optimizer.name={section.name}"
         return [Problem("optimizer.adam_lr", text, "Set optimizer.lr, or optimizer.adam_lr=null")]
-    unknown = f"optimizer.kwargs.{{}} is none of muon's: {', '.join(_MUON_KWARGS)}"
+    unknown = f"optimizer.kwargs.{{}} is not one of muon's: {', '.join(_MUON_KWARGS)}"
     return _check_kwargs(inputs, _MUON_KWARGS, unknown)
 
 

@@ -106,7 +106,7 @@ def _check_is_measured(inputs: RunInputs, best: str, set_of: Mapping[str, EvalSe
         return [Problem(key, text, f"Use {' or '.join(measured)}")]
     known = ", ".join([*BEST_METRICS, *set_of])
     near = name_hint(best, measured, otherwise="")
-    return [Problem(key, f"checkpoint.keep_best={best} is none of {known}, nor null{near}")]
+    return [Problem(key, f"checkpoint.keep_best={best} is not one of {known} or null{near}")]
 
 
 def check_files(inputs: RunInputs) -> list[Problem]:
