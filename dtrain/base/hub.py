@@ -306,7 +306,7 @@ def hub_errors(
         if names:
             raise UserError(incomplete_download_message(name, names, command)) from error
         raise UserError(
-            f"{name} is no {here} here and not in the hub's cache on this machine, and the hub cannot be reached "
+            f"{name} is not a {here} here and not in the hub's cache on this machine, and the hub cannot be reached "
             f"(no network, or HF_HUB_OFFLINE=1): run `{command}` where there is a network, or set {otherwise}"
         ) from error
     except HfHubHTTPError as error:
