@@ -215,7 +215,7 @@ def test_locate_takes_a_run_its_checkpoints_or_a_step(tmp_path):
     for path, step in ((tmp_path, 10), (tmp_path / "checkpoints", 10), (tmp_path / "checkpoints" / "step-2", 2)):
         found, number = locate_step(path)
         assert found.directory == store.directory and number == step
-    with pytest.raises(UserError, match="no complete checkpoint"):
+    with pytest.raises(UserError, match="step-3 is not a complete checkpoint"):
         locate_step(tmp_path / "checkpoints" / "step-3")
     with pytest.raises(UserError, match="no complete checkpoint"):
         locate_step(tmp_path / "nowhere")

@@ -127,7 +127,7 @@ def test_vllm_that_closes_the_route_or_passes_images_over_gets_conversations(of_
     requests = requests_of(of_qwen, True, samples=1)
     vllm.reads = trainers(requests)
     expected = engine_of(vllm).generate(requests)
-    for vllm.scale_out, vllm.passes_over, word in ((False, False, "Scale-out"), (True, True, "has no images")):
+    for vllm.scale_out, vllm.passes_over, word in ((False, False, "Scale-out"), (True, True, "accepts no images")):
         vllm.calls, said = [], []
         assert engine_of(vllm, say=said.append, concurrency=1).generate(requests) == expected
         chats = [body for path, body in vllm.calls if path == "/v1/chat/completions"]
