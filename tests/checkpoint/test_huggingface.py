@@ -165,7 +165,7 @@ def test_a_directory_that_is_no_checkpoint(tmp_path):
     index.unlink()
     with pytest.raises(UserError, match="neither model.safetensors nor .*; it has model-00001"):
         read_weights(Tiny(), tmp_path)
-    with pytest.raises(UserError, match="no directory"):
+    with pytest.raises(UserError, match="is not a directory"):
         read_weights(Tiny(), tmp_path / "nowhere")
 
 
