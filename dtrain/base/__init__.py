@@ -13,5 +13,6 @@ files                           files that are whole or absent
 hub, model_directory            the hub's cache of models; names of a model directory's files
 name_patterns                   patterns of parameter names: regular expressions and globs
 addresses, orphans              addresses to listen at; children that end with their parent
+plugins                         users' code by import path; names that installed packages register
 processes                       signals that ask a run to stop; the search path of users' code
 """

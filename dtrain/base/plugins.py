@@ -1,0 +1,114 @@
+"""Code from outside of dtrain: objects by import path, and names that installed packages register.
+
+A recipe can name a method, a loss, an optimizer, a data format, a metric sink or a model family in two ways:
+
+- By its import path, `package.module:Name` (or `package.module.Name`). The working directory is searched, too.
+- By a short name that an installed package registers in the entry point group `dtrain.plugins`. The name of the entry
+  point is the recipe's key, a dot and the short name. For example, a package with these lines in its pyproject.toml
+  adds `method: poly` and `sft.loss: poly`:
+
+      [project.entry-points."dtrain.plugins"]
+      "method.poly" = "my_package.poly:PolyMethod"
+      "sft.loss.poly" = "my_package.poly:poly_loss"
+
+Every process reads the same metadata of installed packages, so a plugin has the same names in every command and on
+every rank. Nothing of a package is imported until a recipe uses one of its names. Imports no torch.
+"""
+
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from functools import cache
+from importlib import import_module
+from importlib.metadata import entry_points
+from types import MappingProxyType
+from typing import Any
+
+from dtrain.base.errors import UserError
+from dtrain.base.processes import import_search_path
+from dtrain.base.ranges import closest_name
+
+GROUP = "dtrain.plugins"
+
+
+@cache
+def plugins(key: str) -> Mapping[str, str]:
+    """Return the names that installed packages register for a key of the recipe, with their import paths.
+
+    Args:
+        key: The key, such as "method" or "sft.loss". For data formats it is "data.format", for model families
+            "model.family".
+
+    Raises:
+        UserError: If two packages register the same name.
+    """
+    found: dict[str, str] = {}
+    for entry_point in entry_points(group=GROUP):
+        entry_key, _, name = entry_point.name.rpartition(".")
+        if entry_key != key:
+            continue
+        if found.get(name, entry_point.value) != entry_point.value:
+            text = f"two installed packages register {key}={name}: {found[name]} and {entry_point.value}"
+            raise UserError(f"{text}. Uninstall one of them, or set {key} to an import path")
+        found[name] = entry_point.value
+    return MappingProxyType(found)
+
+
+def is_import_path(name: str) -> bool:
+    """Return whether a name has the form of an import path.
+
+    Example:
+        >>> is_import_path("my_losses:focal"), is_import_path("my_losses.focal"), is_import_path("focal")
+        (True, True, False)
+    """
+    return bool(re.fullmatch(r"[^\W\d]\w*(?:\.[^\W\d]\w*)*[.:][^\W\d]\w*", name))
+
+
+def split_import_path(path: str) -> tuple[str, str]:
+    """Return the module and the name of an import path.
+
+    Example:
+        >>> split_import_path("my_package.losses:focal")
+        ('my_package.losses', 'focal')
+    """
+    module, _, name = path.rpartition(":" if ":" in path else ".")
+    return module, name
+
+
+def import_object(path: str, key: str, known: Iterable[str] = ()) -> Any:
+    """Import the object that a recipe names.
+
+    Args:
+        path: Its import path, or a name that an installed package registers for `key`.
+        key: Key of the recipe, which errors name.
+        known: Names that dtrain itself has for the key, which errors suggest.
+
+    Raises:
+        UserError: If the path is not an import path, or cannot be imported.
+
+    Example:
+        >>> import_object("math:sqrt", "sft.loss")
+        <built-in function sqrt>
+    """
+    registered = plugins(key)
+    import_path = registered.get(path, path)
+    if not is_import_path(import_path):
+        names = [*known, *registered]
+        near = closest_name(path, names)
+        hint = (
+            f"Did you mean {near}?"
+            if near
+            else f"Use {', '.join(names)}, or an import path such as package.module:Name."
+        )
+        raise UserError(f"{key}={path} is unknown. {hint}")
+    module_name, name = split_import_path(import_path)
+    sys.path[:] = import_search_path()
+    try:
+        module = import_module(module_name)
+    except ImportError as error:
+        raise UserError(f"{key}={path} cannot be imported: {error}. Its package must be on PYTHONPATH") from error
+    if not hasattr(module, name):
+        near = closest_name(name, vars(module))
+        hint = f"Did you mean {module_name}:{near}?" if near else "Check the name after the module."
+        raise UserError(f"{key}={path}: {module_name} has no {name}. {hint}")
+    return getattr(module, name)
