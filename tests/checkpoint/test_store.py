@@ -182,6 +182,20 @@ def test_a_table_that_no_save_wrote_is_refused(tmp_path, change, said):
         store.load(1, {"a": torch.zeros(4, 3)})
 
 
+@pytest.mark.parametrize("offsets", [[1, 0], [0, 0]])
+def test_a_table_with_overlapping_chunks_is_refused(tmp_path, offsets):
+    """Two chunks of 2 rows have the volume of 4 rows, but the last rows of the tensor are in neither of them."""
+    store = CheckpointStore(tmp_path)
+    store.save(1, {"a": torch.ones(2, 3), "b": torch.ones(2, 3)}, {})
+    table = json.loads((store.path(1) / "tensors.json").read_text())
+    second_chunk = table["tensors"].pop("b")["chunks"][0] | {"offsets": offsets}
+    table["tensors"]["a"]["size"] = [4, 3]
+    table["tensors"]["a"]["chunks"].append(second_chunk)
+    forged(store, table)
+    with pytest.raises(UserError, match="overlap|two chunks at"):
+        store.load(1, {"a": torch.zeros(4, 3)})
+
+
 class Bomb:
     def __init__(self, path):
         self.path = path

@@ -293,8 +293,8 @@ def read_table(path: Path, text: bytes) -> TensorTable:
         text: Its JSON text.
 
     Raises:
-        UserError: For a table that no save can have written: with two chunks at the same offsets, chunks whose sizes do
-            not add up to the tensor's, a chunk out of bounds, a file outside of the checkpoint, or an unknown dtype.
+        UserError: For a table that no save can have written: with chunks that overlap, chunks whose sizes do not add up
+            to the tensor's, a chunk out of bounds, a file outside of the checkpoint, or an unknown dtype.
     """
     table = TensorTable({}, {})
     try:
@@ -330,10 +330,40 @@ def _read_entry(entry: dict, name: str, locations: dict[MetadataIndex, ChunkLoca
             raise ValueError(f"{name}: two chunks at {list(offsets)}")
         locations[index] = ChunkLocation(chunk["file"], start, length)
         chunks.append(ChunkStorageMetadata(offsets=offsets, sizes=sizes))
-    # The chunks that a save writes never overlap, so chunks with the volume of the tensor cover all of it.
-    if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(size):
+    # Chunks that do not overlap and have the volume of the tensor cover all of it.
+    num_elements = sum(math.prod(chunk.sizes) for chunk in chunks)
+    if num_elements != math.prod(size):
         raise ValueError(f"{name}: its chunks do not cover {list(size)}")
+    _check_no_overlap(chunks, name)
     return TensorStorageMetadata(properties=TensorProperties(dtype=dtype), size=size, chunks=chunks)
+
+
+def _check_no_overlap(chunks: list[ChunkStorageMetadata], name: str) -> None:
+    """Raise ValueError if two chunks of a tensor have an element in common.
+
+    The chunks are visited by their first row. A chunk is compared only with the chunks that reach into its rows, so
+    1024 shards of rows take 1024 comparisons.
+    """
+    # A chunk without elements overlaps nothing. A tensor without dimensions has one chunk, at the offsets [].
+    nonempty = [chunk for chunk in chunks if chunk.offsets and math.prod(chunk.sizes)]
+    open_chunks: list[ChunkStorageMetadata] = []
+    for chunk in sorted(nonempty, key=lambda chunk: chunk.offsets[0]):
+        first_row = chunk.offsets[0]
+        open_chunks = [other for other in open_chunks if other.offsets[0] + other.sizes[0] > first_row]
+        for other in open_chunks:
+            if _overlap(chunk, other):
+                raise ValueError(f"{name}: the chunks at {list(other.offsets)} and {list(chunk.offsets)} overlap")
+        open_chunks.append(chunk)
+
+
+def _overlap(first: ChunkStorageMetadata, second: ChunkStorageMetadata) -> bool:
+    """Check whether two chunks that are not empty have an element in common."""
+    for dim in range(len(first.offsets)):
+        first_end = first.offsets[dim] + first.sizes[dim]
+        second_end = second.offsets[dim] + second.sizes[dim]
+        if first_end <= second.offsets[dim] or second_end <= first.offsets[dim]:
+            return False
+    return True
 
 
 def _read_sizes(values: list) -> torch.Size:
