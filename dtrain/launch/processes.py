@@ -179,7 +179,7 @@ def _write_job(job: RunJob, directory: Path) -> None:
         "plan": _import_path(job.plan),
     }
     (directory / "job.json").write_text(json.dumps(settings), encoding="utf-8")
-    text = to_yaml(job.recipe, plain=True)  # with secrets: only this user can read the directory
+    text = to_yaml(job.recipe, with_secrets=True)  # only this user can read the directory
     for rank in range(job.recipe.launch.num_processes):
         (directory / f"recipe-{rank}.yaml").write_text(text, encoding="utf-8")
 

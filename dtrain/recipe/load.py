@@ -95,6 +95,30 @@ _PATHS = (
 )
 
 
+class Source(NamedTuple):
+    """What a recipe is read from.
+
+    Attributes:
+        stem: Name of the file without its suffix. None without a file.
+        tree: The keys that the recipe sets, with interpolations as they are written.
+    """
+
+    stem: str | None
+    tree: dict[str, Any]
+
+
+class LoadResult(NamedTuple):
+    """A recipe, and the problems with it.
+
+    Attributes:
+        recipe: The recipe. Every key with a problem has its default.
+        problems: The problems, in the order of the keys.
+    """
+
+    recipe: LoadedRecipe
+    problems: list[Problem]
+
+
 def load(
     recipe: str | Path | Mapping | Recipe, overrides: Sequence[str] = (), *, sections: Mapping[str, type]
 ) -> LoadedRecipe:
@@ -120,20 +144,16 @@ def load(
 
 def load_with_problems(
     recipe: str | Path | Mapping | Recipe, overrides: Sequence[str] = (), *, sections: Mapping[str, type]
-) -> tuple[LoadedRecipe, list[Problem]]:
-    """Load a recipe as `load` does, but return the problems instead of raising them.
-
-    Returns:
-        The recipe, in which every key with a problem has its default, and the problems.
-    """
-    stem, written = _read_source(recipe, sections)
+) -> LoadResult:
+    """Load a recipe as `load` does, but return the problems instead of raising them."""
+    source = _read_source(recipe, sections)
     problems: list[Problem] = []
 
     # Only the sections that the recipe mentions become part of its type: importing the other methods costs time.
-    mentioned = _mentioned_names(written, overrides)
-    mentioned.add(_method_of(written, overrides, sections))
+    mentioned = _mentioned_names(source.tree, overrides)
+    mentioned.add(_method_of(source.tree, overrides, sections))
     kind = make_recipe_type(sections, mentioned)
-    config = OmegaConf.create(merge_trees(asdict(kind()), written))
+    config = OmegaConf.create(merge_trees(asdict(kind()), source.tree))
     for override in overrides:
         _apply(config, override, kind, problems)
     _unset_excluded(config, overrides)
@@ -149,49 +169,64 @@ def load_with_problems(
     values = _resolve(config, "", problems)
     typed = build_recipe(kind, values, problems)
 
-    # A file with unknown keys may be another tool's recipe. Then the converted recipe is part of the error.
     if problems:
-        has_method = "method" in written or any(override.startswith("method=") for override in overrides)
-        known_method = typed.method if has_method else None
-        conversion = convert_foreign_recipe(written, typed.model.path, known_method, sections=sections)
-        if conversion is not None:
-            problems.append(Problem("", "\n      ".join(conversion.answer().splitlines())))
+        problems += _foreign_recipe_problems(source.tree, overrides, typed, sections)
     if typed.run.name is None:
-        typed.run.name = _default_name(typed, stem, written)
+        typed.run.name = _default_name(typed, source)
     _expand_paths(typed, problems)
 
     loaded = with_origins(typed, _to_tree(config), values, _resolve_tree)
-    loaded.unused_keys += _of_other_methods(values, written, overrides, sections, isinstance(recipe, Recipe))
+    is_typed = isinstance(recipe, Recipe)
+    loaded.unused_keys += _keys_of_other_methods(values, source.tree, overrides, sections, is_typed)
+    problems += _hidden_secret_problems(values)
+    return LoadResult(loaded, [problem.reworded(lambda text: redact(text, loaded)) for problem in problems])
+
+
+def _read_source(recipe: str | Path | Mapping | Recipe, sections: Mapping[str, type]) -> Source:
+    """Read the keys that a recipe sets."""
+    if isinstance(recipe, str | Path):
+        path = find_recipe(recipe)
+        return Source(path.stem, _read_file(path, sections))
+    if isinstance(recipe, LoadedRecipe):
+        return Source(None, source_tree(recipe))
+    if isinstance(recipe, Recipe):
+        tree = _to_tree(OmegaConf.create(asdict(recipe)))
+        if not recipe.method:
+            del tree["method"]
+        return Source(None, tree)
+    return Source(None, _to_tree(OmegaConf.create(cast(Any, recipe))))
+
+
+def _foreign_recipe_problems(
+    tree: Mapping, overrides: Sequence[str], typed: Recipe, sections: Mapping[str, type]
+) -> list[Problem]:
+    """Return a problem with the converted recipe if a file with unknown keys is another tool's recipe."""
+    sets_method = "method" in tree or any(override.startswith("method=") for override in overrides)
+    method = typed.method if sets_method else None
+    conversion = convert_foreign_recipe(tree, typed.model.path, method, sections=sections)
+    if conversion is None:
+        return []
+    return [Problem("", "\n      ".join(conversion.answer().splitlines()))]
+
+
+def _hidden_secret_problems(values: Mapping) -> list[Problem]:
+    """Return a problem for each secret that was hidden when the recipe was saved."""
+    problems = []
     for path, value in secrets.iterate_leaves(values):
         if isinstance(value, str) and secrets.HIDDEN in value:
             key = secrets.dotted_key(path)
             text = f"{key} is a secret, which was hidden when this recipe was saved"
             problems.append(Problem(key, text, "Give it as ${oc.env:NAME}"))
-    return loaded, [problem.reworded(lambda text: redact(text, loaded)) for problem in problems]
+    return problems
 
 
-def _read_source(recipe: str | Path | Mapping | Recipe, sections: Mapping[str, type]) -> tuple[str | None, dict]:
-    """Read a recipe. Return the stem of its file (None without a file), and the tree of the keys that it sets."""
-    if isinstance(recipe, str | Path):
-        path = find_recipe(recipe)
-        return path.stem, _read_file(path, sections)
-    if isinstance(recipe, LoadedRecipe):
-        return None, source_tree(recipe)
-    if isinstance(recipe, Recipe):
-        tree = _to_tree(OmegaConf.create(asdict(recipe)))
-        if not recipe.method:
-            del tree["method"]
-        return None, tree
-    return None, _to_tree(OmegaConf.create(cast(Any, recipe)))
-
-
-def _mentioned_names(written: Mapping, overrides: Sequence[str]) -> set[Any]:
+def _mentioned_names(tree: Mapping, overrides: Sequence[str]) -> set[Any]:
     """Return the names of all sections that the recipe, the overrides or an interpolation in them mention."""
-    names = set(written)
+    names = set(tree)
     for override in overrides:
         names.add(_section_name(override.partition("=")[0]))
     # Interpolations such as ${dpo.beta} may be anywhere in the values, so the text of all values is searched.
-    names.update(re.findall(r"\$\{\s*(\w+)", f"{written}{overrides}"))
+    names.update(re.findall(r"\$\{\s*(\w+)", f"{tree}{overrides}"))
     return names
 
 
@@ -203,9 +238,10 @@ def _expand_paths(recipe: Recipe, problems: list[Problem]) -> None:
         value = getattr(section, name, None)
         if not value:
             continue
-        if re.match(r"\$\w", value):
-            variable = re.findall(r"\w+", value)[0]
-            text = f"{path_key}={value}: no shell reads this; write ${{oc.env:{variable}}} for ${variable}"
+        variable = re.match(r"\$(\w+)", value)
+        if variable:
+            variable_name = variable[1]
+            text = f"{path_key}={value}: no shell reads this; write ${{oc.env:{variable_name}}} for ${variable_name}"
             problems.append(Problem(path_key, text))
         if value.startswith("~"):
             setattr(section, name, str(Path(value).expanduser()))
@@ -216,9 +252,9 @@ def _resolve_tree(tree: dict) -> dict:
     return _resolve(OmegaConf.create(tree), "", [])
 
 
-def _method_of(written: Mapping, overrides: Sequence[str], sections: Mapping[str, type]) -> str:
+def _method_of(tree: Mapping, overrides: Sequence[str], sections: Mapping[str, type]) -> str:
     """Return the method that the overrides or the recipe name, else the first. Interpolations are not resolved."""
-    method = written.get("method")
+    method = tree.get("method")
     for override in overrides:
         key, _, text = override.partition("=")
         if key == "method":
@@ -227,18 +263,18 @@ def _method_of(written: Mapping, overrides: Sequence[str], sections: Mapping[str
     return method if method in names else names[0]
 
 
-def _default_name(recipe: Recipe, stem: str | None, written: Mapping) -> str:
+def _default_name(recipe: Recipe, source: Source) -> str:
     """Return `run.name` for a recipe without one.
 
     If the file names a model, the run has the name of the file without its suffix. A general recipe is used for many
     models, so the name of the model is put in front, and different models do not share a run. For example, `sft` with
     Qwen/Qwen3-0.6B and `lora` is "qwen3-0.6b-lora-sft".
     """
-    model_section = written.get("model")
+    model_section = source.tree.get("model")
     names_model = isinstance(model_section, Mapping) and model_section.get("path") is not None
-    if stem is not None and names_model:
-        return stem
-    base = stem or recipe.method
+    if source.stem is not None and names_model:
+        return source.stem
+    base = source.stem or recipe.method
 
     model = recipe.model.path or ""
     snapshot = re.search(r"models--[^/]+--([^/]+)/snapshots/", model)
@@ -356,7 +392,7 @@ def _apply(config: DictConfig, override: str, kind: type[Recipe], problems: list
         problems.append(_malformed_override(override, key, kind))
         return
     is_secret = any(secrets.is_secret_name(part) for part in key.split("."))
-    shown = f"{key}={secrets.HIDDEN}" if is_secret else override
+    printed = f"{key}={secrets.HIDDEN}" if is_secret else override
     too_deep = Problem(key, f"{key}: the value is nested too deep")
     try:
         if _is_too_deep(text, key.count(".") + key.count("[")):
@@ -369,16 +405,16 @@ def _apply(config: DictConfig, override: str, kind: type[Recipe], problems: list
         is_merged = isinstance(old, DictConfig) and isinstance(value, dict)
         OmegaConf.update(config, key, value, merge=is_merged)
     except yaml.YAMLError as error:
-        reason = getattr(error, "problem", None) or error
-        problems.append(Problem(key, f"{shown}: the value is not YAML ({reason}){_quoting_hint(key, text)}"))
+        reason = error.problem if isinstance(error, yaml.MarkedYAMLError) and error.problem else error
+        problems.append(Problem(key, f"{printed}: the value is not YAML ({reason}){_quoting_hint(key, text)}"))
     except (OmegaConfBaseException, IndexError, TypeError) as error:
-        problems.append(Problem(key, f"{shown}: {first_line(error)}"))
+        problems.append(Problem(key, f"{printed}: {first_line(error)}"))
     except RecursionError:  # if this function is called from deep within another program
         problems.append(too_deep)
     except ValueError:  # the key has a name where OmegaConf needs the number of a list's entry
         section, _, name = key.rpartition(".")
         fix = f"name an entry by its number, {section}[0].{name}"
-        problems.append(Problem(key, f"{shown}: {section} is a list; {fix}"))
+        problems.append(Problem(key, f"{printed}: {section} is a list; {fix}"))
 
 
 def _malformed_override(override: str, key: str, kind: type[Recipe]) -> Problem:
@@ -427,9 +463,9 @@ def _unset_excluded(config: DictConfig, overrides: Sequence[str]) -> None:
 
 def _resolve(node: DictConfig | ListConfig, prefix: str, problems: list[Problem]) -> Any:
     """Return `node` as dicts and lists with its interpolations resolved. Those that fail are left out and reported."""
-    plain = OmegaConf.to_container(node)
-    if not any(isinstance(value, str) and "${" in value for _, value in secrets.iterate_leaves(plain)):
-        return plain
+    unresolved = OmegaConf.to_container(node)
+    if not any(isinstance(value, str) and "${" in value for _, value in secrets.iterate_leaves(unresolved)):
+        return unresolved
     is_list = isinstance(node, ListConfig)
     values: dict = {}
     keys: Iterable[Any] = range(len(node)) if is_list else node.keys()
@@ -462,7 +498,7 @@ def _interpolation_error(error: Exception) -> str:
     return first_line(error)
 
 
-def _of_other_methods(
+def _keys_of_other_methods(
     values: Mapping, tree: Mapping, overrides: Sequence[str], sections: Mapping[str, type], is_typed: bool
 ) -> list[str]:
     """Return the keys in the sections of other methods, which the recipe's method does not read.
@@ -487,10 +523,10 @@ def _of_other_methods(
             continue
         defaults = flatten(asdict(sections[name]()), f"{name}.")
         resolved = flatten(values[name], f"{name}.") if isinstance(values[name], Mapping) else {}
-        written = tree[name] or {}
-        written_keys = flatten(written, f"{name}.") if isinstance(written, Mapping) else {name: written}
-        has_all_keys = is_typed or defaults.keys() <= written_keys.keys()
-        for key in written_keys:
+        section = tree[name] or {}
+        given_keys = flatten(section, f"{name}.") if isinstance(section, Mapping) else {name: section}
+        has_all_keys = is_typed or defaults.keys() <= given_keys.keys()
+        for key in given_keys:
             if not has_all_keys or resolved.get(key) != defaults.get(key):
                 unused.append(key)
     for override in overrides:
@@ -534,13 +570,13 @@ def convert_foreign_recipe(
     recipe_keys = other_tools.RecipeKeys(list_keys(sections), _defaults(kind), partial(_fit_value, kind))
     conversion = other_tools.convert(file, recipe_keys, method)
     num_foreign_keys = len(conversion.values) - len(conversion.comments)
-    may_be_ours = conversion.tool is None or path is not None
-    if may_be_ours and num_foreign_keys < MIN_FOREIGN_KEYS:
+    may_be_dtrain = conversion.tool is None or path is not None
+    if may_be_dtrain and num_foreign_keys < MIN_FOREIGN_KEYS:
         return None
     return conversion
 
 
-def _foreign_keys(file: Mapping[str, Any], own_sections: Container[str]) -> dict[str, Any]:
+def _foreign_keys(file: Mapping[str, Any], dtrain_sections: Container[str]) -> dict[str, Any]:
     """Return the keys of a file that are in no section of dtrain.
 
     `optimizer: adamw_torch`, a text in place of dtrain's section, is returned as `optimizer.name`. `scheduler` is
@@ -550,7 +586,7 @@ def _foreign_keys(file: Mapping[str, Any], own_sections: Container[str]) -> dict
     for key, value in file.items():
         if key in ("optimizer", "scheduler") and isinstance(value, str):
             foreign[f"{key}.name"] = value
-        elif _section_name(key) not in own_sections:
+        elif _section_name(key) not in dtrain_sections:
             foreign[key] = value
     return foreign
 

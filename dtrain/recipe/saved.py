@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, make_dataclass, replace
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import yaml
 from omegaconf import OmegaConf
@@ -33,6 +33,20 @@ _FUNCTION_KEYS = r"\w+(\.\w+)?\.(environment|(rewards|tools)\[\d+\]\.fn)"
 _CODE_KEYS = re.compile(rf"((optimizer|scheduler(\[\d+\])?)\.name|{_FUNCTION_KEYS})")
 
 
+class Reference(NamedTuple):
+    """A value of a recipe that comes from the environment.
+
+    Attributes:
+        path: Its path in the recipe.
+        text: The text with the interpolation, such as "${oc.env:SCRATCH}/runs".
+        value: The value.
+    """
+
+    path: secrets.Path
+    text: str
+    value: Any
+
+
 @dataclass(eq=False)
 class LoadedRecipe(Recipe):
     """A recipe, together with its references to the environment and its secrets.
@@ -40,13 +54,12 @@ class LoadedRecipe(Recipe):
     A loaded recipe equals any recipe with the same values.
 
     Attributes:
-        references: (path, text, value) of each value that comes from the environment: its path in the recipe, the text
-            with the interpolation, such as "${oc.env:SCRATCH}/runs", and the value.
+        references: The values that come from the environment.
         secrets: The texts to redact, longest first.
         unused_keys: Keys that the recipe sets and its method does not read.
     """
 
-    references: list[tuple[secrets.Path, str, Any]] = field(default_factory=list, repr=False)
+    references: list[Reference] = field(default_factory=list, repr=False)
     secrets: list[str] = field(default_factory=list, repr=False)
     unused_keys: list[str] = field(default_factory=list, repr=False)
 
@@ -69,6 +82,21 @@ def _loaded_type(kind: type) -> Any:
     return make_dataclass("LoadedRecipe", [], bases=(kind, LoadedRecipe), eq=False)
 
 
+def secrets_of(recipe: Recipe) -> list[str]:
+    """Return the texts to redact. A `Recipe` that was built in Python has none."""
+    return recipe.secrets if isinstance(recipe, LoadedRecipe) else []
+
+
+def references_of(recipe: Recipe) -> list[Reference]:
+    """Return the values that come from the environment. A `Recipe` that was built in Python has none."""
+    return recipe.references if isinstance(recipe, LoadedRecipe) else []
+
+
+def unused_keys_of(recipe: Recipe) -> list[str]:
+    """Return the keys that the recipe's method does not read. They are unknown for a `Recipe` built in Python."""
+    return recipe.unused_keys if isinstance(recipe, LoadedRecipe) else []
+
+
 def recipe_values(recipe: Recipe) -> dict[str, Any]:
     """Return the tree of a recipe's values: shared sections, its method's section, and keys set for other methods.
 
@@ -78,7 +106,9 @@ def recipe_values(recipe: Recipe) -> dict[str, Any]:
     values = {key.name: tree[key.name] for key in fields(Recipe)}
     # What to include: ("dpo",) is the full section of a method, and ("dpo", "beta") one key of it.
     included: set[tuple[str, ...]] = {(recipe.method,)}
-    included.update(tuple(re.split(r"[.\[]", key)[:2]) for key in getattr(recipe, "unused_keys", ()))
+    for key in unused_keys_of(recipe):
+        section_and_name = re.split(r"[.\[]", key)[:2]
+        included.add(tuple(section_and_name))
     for name in recipe.method_sections:
         selected = {}
         for key, value in tree.get(name, {}).items():
@@ -105,39 +135,34 @@ def with_origins(recipe: Recipe, raw: dict, values: dict, resolve: Callable[[dic
         values: The same tree with interpolations resolved.
         resolve: Resolves the interpolations of a tree.
     """
-    interpolations = []
+    interpolations: dict[secrets.Path, str] = {}
     for path, text in secrets.iterate_leaves(raw):
         if isinstance(text, str) and "${" in text:
-            interpolations.append((path, text))
-    variables_by_path = {}
-    for path, text in interpolations:
-        if secrets.reads_environment(text):
-            variables_by_path[path] = secrets.environment_names(text)
+            interpolations[path] = text
+    reads_environment = {path for path, text in interpolations.items() if secrets.reads_environment(text)}
 
     # Resolve the tree once more without the values of the environment: what differs then depends on the environment.
-    for path in variables_by_path:
+    for path in reads_environment:
         secrets.set_at(raw, path, UNSET)
-    without_environment = resolve(raw) if variables_by_path else values
+    without_environment = resolve(raw) if reads_environment else values
 
     redacted = set()
-    for variables in variables_by_path.values():
-        for name in variables:
-            value = OmegaConf.create({"value": f"${{oc.env:{name},null}}"}).value
-            if value and secrets.is_secret_name(name) and len(str(value)) >= MIN_SECRET_LENGTH:
-                redacted.add(str(value))
+    for path in reads_environment:
+        redacted |= _secret_variables(interpolations[path])
 
     loaded = _loaded_type(type(recipe))(**vars(recipe))
     tree = asdict(recipe)
-    for path, text in interpolations:
-        reads_environment = path in variables_by_path
-        if not reads_environment and secrets.get_at(without_environment, path) == secrets.get_at(values, path):
+    for path, text in interpolations.items():
+        is_unchanged = secrets.get_at(without_environment, path) == secrets.get_at(values, path)
+        if path not in reads_environment and is_unchanged:
             continue
         value = secrets.get_at(tree, path)
-        if any(secrets.is_secret_name(part) for part in path if isinstance(part, str)):
+        is_named_secret = any(secrets.is_secret_name(part) for part in path if isinstance(part, str))
+        if is_named_secret:
             redacted.update(str(leaf) for _, leaf in secrets.iterate_leaves(value))
-        elif not _takes_any_text(type(recipe), path, value) and not any(secret in str(value) for secret in redacted):
-            continue
-        loaded.references.append((path, text, value))
+        has_secret = any(secret in str(value) for secret in redacted)
+        if is_named_secret or has_secret or _takes_any_text(type(recipe), path, value):
+            loaded.references.append(Reference(path, text, value))
 
     for path, value in secrets.iterate_leaves(values):
         # A value that is a plain word is not redacted, since the same word may be anywhere in a text.
@@ -146,6 +171,16 @@ def with_origins(recipe: Recipe, raw: dict, values: dict, resolve: Callable[[dic
     long_enough = [secret for secret in redacted if len(secret) >= MIN_SECRET_LENGTH]
     loaded.secrets += sorted(long_enough, key=len, reverse=True)
     return loaded
+
+
+def _secret_variables(text: str) -> set[str]:
+    """Return the values of the environment variables in an interpolation whose names are names of secrets."""
+    found = set()
+    for name in secrets.environment_names(text):
+        value = OmegaConf.create({"value": f"${{oc.env:{name},null}}"}).value
+        if value and secrets.is_secret_name(name) and len(str(value)) >= MIN_SECRET_LENGTH:
+            found.add(str(value))
+    return found
 
 
 def _takes_any_text(kind: Any, path: secrets.Path, value: Any) -> bool:
@@ -173,30 +208,28 @@ def source_tree(recipe: Recipe, hide: bool = False) -> dict:
         hide: Redact secrets in plain text.
     """
     tree = recipe_values(recipe)
-    known_secrets = getattr(recipe, "secrets", ())
-    unchanged = []
-    for path, text, value in getattr(recipe, "references", ()):
-        if secrets.get_at(tree, path) == value:
-            unchanged.append((path, text))
+    unchanged = [
+        reference for reference in references_of(recipe) if secrets.get_at(tree, reference.path) == reference.value
+    ]
     tree = secrets.escape_interpolations(tree)
-    for path, text in unchanged:
-        secrets.set_at(tree, path, text)
+    for reference in unchanged:
+        secrets.set_at(tree, reference.path, reference.text)
     if hide:
-        secrets.hide_secrets(tree, known_secrets)
+        secrets.hide_secrets(tree, secrets_of(recipe))
     return tree
 
 
-def to_yaml(recipe: Recipe, plain: bool = False) -> str:
+def to_yaml(recipe: Recipe, with_secrets: bool = False) -> str:
     """Return the full recipe as YAML, defaults included.
 
     Loading the result gives an equal recipe, except for secrets in plain text, which are redacted.
 
     Args:
         recipe: The recipe.
-        plain: Write every value as it is, for other processes of the same run. They restore the references and secrets
-            with `with_origins_of`.
+        with_secrets: Write every value as it is, for other processes of the same run. They restore the references and
+            secrets with `with_origins_of`.
     """
-    if plain:
+    if with_secrets:
         tree = secrets.escape_interpolations(recipe_values(recipe))
     else:
         tree = source_tree(recipe, hide=True)
@@ -205,17 +238,17 @@ def to_yaml(recipe: Recipe, plain: bool = False) -> str:
 
 def origins(recipe: Recipe) -> dict[str, list]:
     """Return the references and secrets of a `LoadedRecipe`, as JSON."""
-    return {name: list(getattr(recipe, name, ())) for name in ("references", "secrets")}
+    return {"references": list(references_of(recipe)), "secrets": list(secrets_of(recipe))}
 
 
 def with_origins_of(recipe: LoadedRecipe, source: Mapping[str, list]) -> LoadedRecipe:
     """Return `recipe` with the references and secrets of another one.
 
     Args:
-        recipe: A recipe that was read from `to_yaml(other, plain=True)`.
+        recipe: A recipe that was read from `to_yaml(other, with_secrets=True)`.
         source: `origins(other)`.
     """
-    references = [(tuple(path), text, value) for path, text, value in source["references"]]
+    references = [Reference(tuple(path), text, value) for path, text, value in source["references"]]
     return replace(recipe, references=references, secrets=source["secrets"])
 
 
@@ -247,15 +280,15 @@ def diff_recipes(old_yaml: str, recipe: Recipe) -> list[tuple[str, Any, Any]]:
     defaults = asdict(kind())
     saved = _add_missing_keys(saved, kind)
     # The values before secrets are hidden, to compare with recipes that were saved by earlier versions.
-    saved_values = flatten(merge_trees(defaults, saved))
-    own_values = flatten(merge_trees(defaults, values))
-    secrets.hide_secrets(saved, getattr(recipe, "secrets", ()))
+    old_values = flatten(merge_trees(defaults, saved))
+    new_values = flatten(merge_trees(defaults, values))
+    secrets.hide_secrets(saved, secrets_of(recipe))
     old = flatten(merge_trees(defaults, saved))
     new = flatten(merge_trees(defaults, source_tree(recipe, hide=True)))
     differences = []
     for key in {**old, **new}:
         # Earlier versions of dtrain saved the value where the text with the interpolation is saved now.
-        is_same_value = key in own_values and saved_values.get(key) == own_values[key]
+        is_same_value = key in new_values and old_values.get(key) == new_values[key]
         if old.get(key) != new.get(key) and not is_same_value:
             differences.append((key, old.get(key), new.get(key)))
     return differences
@@ -315,17 +348,17 @@ def is_named_sections(value: Any, section: Any) -> bool:
 
 def redacted_values(recipe: Recipe) -> dict[str, Any]:
     """Return key and value of everything that `to_yaml` redacts or writes as a text that reads the environment."""
-    shown = flatten(source_tree(recipe, hide=True))
+    saved_values = flatten(source_tree(recipe, hide=True))
     redacted = {}
     for key, value in flatten(recipe_values(recipe)).items():
-        if key in shown and shown[key] != value:
+        if key in saved_values and saved_values[key] != value:
             redacted[key] = value
     return redacted
 
 
 def redact(text: str, recipe: Recipe) -> str:
     """Return `text` without the secrets of `recipe`, for the terminal or a log."""
-    return secrets.mask_secrets(text, getattr(recipe, "secrets", ()))
+    return secrets.mask_secrets(text, secrets_of(recipe))
 
 
 @contextmanager
@@ -346,8 +379,8 @@ def secret_notes(recipe: Recipe) -> list[str]:
         if secrets.is_secret(tree, path, value):
             key = secrets.dotted_key(path)
             notes.append(
-                f"note: {key} is a secret in plain text: nothing that a run saves holds it. ${{oc.env:NAME}} in its "
-                "place takes it from the environment"
+                f"note: {key} is a secret in plain text. It is not saved with the run, so a resume needs it again. "
+                "Write ${oc.env:NAME} to read it from the environment"
             )
     return notes
 

@@ -49,7 +49,7 @@ def test_what_the_environment_gives_is_saved_as_its_text(text, monkeypatch):
     saved = config.to_yaml(recipe)
     assert TOKEN not in saved and yaml.safe_load(saved)["data"]["template_kwargs"] == {**kwargs, "plain": 64}
     assert load_recipe(yaml.safe_load(saved)) == recipe and config.diff_recipes(saved, recipe) == []
-    handed = load_recipe(yaml.safe_load(config.to_yaml(recipe, plain=True)))  # as a worker gets it
+    handed = load_recipe(yaml.safe_load(config.to_yaml(recipe, with_secrets=True)))  # as a worker gets it
     taken = config.with_origins_of(handed, json.loads(json.dumps(config.origins(recipe))))
     assert taken == recipe and config.to_yaml(taken) == saved
     resolved = yaml.safe_dump({"run": {"name": "sft"}, "data": {"template_kwargs": recipe.data.template_kwargs}})
@@ -129,7 +129,7 @@ def test_plain_text_is_hidden_and_still_runs(name):
     assert recipe.optimizer.kwargs[name] == PLAIN
     saved = config.to_yaml(recipe)
     assert PLAIN not in saved and HIDDEN in saved and config.diff_recipes(saved, recipe) == []
-    assert load_recipe(yaml.safe_load(config.to_yaml(recipe, plain=True))) == recipe  # what a worker is handed
+    assert load_recipe(yaml.safe_load(config.to_yaml(recipe, with_secrets=True))) == recipe  # what a worker is handed
     assert len(notes(recipe)) == 2 and PLAIN not in "".join(notes(recipe))
     assert PLAIN not in config.redact(f"refused: {PLAIN}!", recipe)
     with pytest.raises(RecipeError, match=r"optimizer.kwargs.*was hidden when this recipe was saved"):

@@ -12,7 +12,6 @@ from dtrain.base.files import check_can_publish
 from dtrain.base.ranges import format_value, name_hint
 from dtrain.base.ranks import Ranks
 from dtrain.recipe.schema import BEST_METRICS
-from dtrain.recipe.secrets import mask_secrets
 from dtrain.training import metrics
 from dtrain.training.eval_sets import EvalSet, list_eval_sets, rankable_fields
 from dtrain.training.inputs import RunInputs
@@ -144,8 +143,7 @@ def open_outputs(inputs: RunInputs, ranks: Ranks, is_main: bool, stack: ExitStac
     if is_main:
         stack.callback(run.release)
     recorder = metrics.build(recipe.metrics, run.path, config.to_yaml(recipe), is_main)
-    secrets = getattr(recipe, "secrets", ())  # a recipe that was built in Python has none
-    recorder.redact = partial(mask_secrets, secrets=secrets)
+    recorder.redact = partial(config.redact, recipe=recipe)
     stack.callback(recorder.close)
     ranks.run_on_first(lambda: refuse_unwritable_export(inputs))
     return recorder

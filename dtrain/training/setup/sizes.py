@@ -10,6 +10,7 @@ from dtrain.base.ranges import format_value, plural
 from dtrain.data.model_directory import ModelDirectory
 from dtrain.data.rows.rows import Cursor, Rows
 from dtrain.recipe import Recipe, Sizes
+from dtrain.recipe.saved import unused_keys_of
 from dtrain.recipe.world import largest_divisor
 from dtrain.training.host import Host
 from dtrain.training.inputs import RunInputs
@@ -63,7 +64,7 @@ def check_keys(inputs: RunInputs) -> list[Problem]:
 def check_files(inputs: RunInputs) -> list[Problem]:
     """Check that the recipe sets no keys of another method."""
     problems = []
-    for key in getattr(inputs.recipe, "unused_keys", ()):
+    for key in unused_keys_of(inputs.recipe):
         other = key.split(".")[0]
         text = f"{key} is read only by method={other}, and this recipe has method={inputs.recipe.method}"
         problems.append(Problem(key, text, f"Leave it out, or set method={other}"))
