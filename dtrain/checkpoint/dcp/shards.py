@@ -345,7 +345,7 @@ def _check_no_overlap(chunks: list[ChunkStorageMetadata], name: str) -> None:
     1024 shards of rows take 1024 comparisons.
     """
     # A chunk without elements overlaps nothing. A tensor without dimensions has one chunk, at the offsets [].
-    nonempty = [chunk for chunk in chunks if len(chunk.offsets) > 0 and math.prod(chunk.sizes)]
+    nonempty = [chunk for chunk in chunks if len(chunk.offsets) > 0 and chunk.sizes.numel() > 0]
     open_chunks: list[ChunkStorageMetadata] = []
     for chunk in sorted(nonempty, key=lambda chunk: chunk.offsets[0]):
         first_row = chunk.offsets[0]
