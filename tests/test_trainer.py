@@ -206,6 +206,27 @@ def test_validation_is_the_mean_over_all_trained_tokens(tmp_path):
         assert abs(value - expected) <= 1e-9 * expected
 
 
+def test_a_resumed_step_is_validated_if_it_was_not(tmp_path):
+    write_rows(tmp_path / "val.jsonl", count=13, seed=3)
+    shape = (f"data.val.path={tmp_path / 'val.jsonl'}", "train.steps=4", "checkpoint.every=2")
+
+    def validations(recipe):
+        return [(row["step"], row["val_loss"]) for row in metrics(recipe) if "val_loss" in row]
+
+    expected = validations(run(tiny_recipe(tmp_path, *shape, "train.validate_every=2", name="expected")))
+    assert [step for step, _ in expected] == [2, 4]
+
+    late = run(tiny_recipe(tmp_path, *shape, "train.validate_every=null", name="late"))
+    assert validations(late) == []
+    for _ in range(2):  # the second resume finds the validation of the first one
+        late = run(tiny_recipe(tmp_path, *shape, "train.validate_every=2", name="late"))
+        assert validations(late) == expected[1:]
+
+    path = Path(late.run.dir) / "late" / "checkpoints" / "step-2"
+    other = run(tiny_recipe(tmp_path, *shape, "train.validate_every=2", f"checkpoint.resume={path}", name="other"))
+    assert validations(other) == expected
+
+
 def test_a_gradient_that_is_not_finite_ends_the_run_before_the_optimizer(tmp_path):
     recipe = tiny_recipe(tmp_path, "optimizer.lr=1e200", "scheduler.warmup_steps=0", "checkpoint.every=1")
     with pytest.raises(UserError, match="gradient norm is nan.*(.|\n)*train.skip_nonfinite"):

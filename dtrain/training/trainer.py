@@ -53,6 +53,7 @@ from dtrain.recipe.schema import Recipe
 from dtrain.training import metrics, resume
 from dtrain.training.directory import ABOUT, DATA
 from dtrain.training.eval_sets import better_function
+from dtrain.training.metrics.records import read_rows
 from dtrain.training.preflight import shapes
 from dtrain.training.resume import Start
 from dtrain.training.spec import ResolvedRun, resolve
@@ -174,7 +175,7 @@ class Trainer:
 
         self._latest_metrics: dict[str, float] = {}  # metrics of the last finished step; saved with a checkpoint
         self._cursor = self.start.cursor  # position in the data after the last finished step
-        self._validated_step = self.start.step  # the step that was validated last, or from which the run starts
+        self._validated_step: int | None = 0  # the step that was validated last; the untrained model is not validated
         # The step of the newest checkpoint that holds this run's state. None before the first save of a fresh run.
         self._saved_step = None if self.start.state is None else self.start.step
         # Each save has a random mark, "<mark of the run>-<mark of the save>", because a step's number does not identify
@@ -252,11 +253,25 @@ class Trainer:
                 self.metrics.say(f"  changed since then: {line}")
         self.ranks.run_on_first(lambda: self._write_run_files(start))
         self.metrics.resume_at(start.step)
+        if start.state is not None:
+            self._validated_step = self.ranks.run_on_first(lambda: self._read_validated_step(start.step))
         if self.recipe.train.patience is not None:
             self.patience.values = self.ranks.run_on_first(lambda: self.patience.read_values(self.run.metrics))
         if self.evaluations is not None:
             self._latest_metrics |= self.evaluations.resume_at(start.step)
         return start
+
+    def _read_validated_step(self, step: int) -> int | None:
+        """Return `step` if metrics.jsonl has a validation after it, otherwise None. Rank 0 only.
+
+        A checkpoint need not be validated: it may be another run's, or `train.validate_every` or `train.steps` may have
+        changed since it was saved.
+        """
+        for row in read_rows(self.run.metrics):
+            is_training_row = "loss" in row
+            if row.get("step") == step and not is_training_row and any(name.startswith("val_") for name in row):
+                return step
+        return None
 
     def _write_run_files(self, start: Start) -> None:
         """Write the files that describe the run to its directory. Rank 0 only."""
