@@ -9,6 +9,7 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 DEVICE_TYPES = ("cpu", "cuda")
 
 FREE_MEMORY_FRACTION = 0.8  # of a GPU's free memory that `free_device_memory` returns
+BFLOAT16_CAPABILITY = (8, 0)  # first compute capability with bfloat16 arithmetic and flash attention
 C_COMPILERS = ("cc", "gcc", "clang")  # Triton needs one of them
 _GPU_TABLE = tomllib.loads(Path(__file__).with_name("gpus.toml").read_text(encoding="utf-8"))
 BOARDS: dict[str, dict[str, Any]] = _GPU_TABLE["boards"]
@@ -36,6 +38,40 @@ _CGROUP_FILES = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
+
+
+@dataclass(frozen=True)
+class DeviceFacts:
+    """A rank's GPU.
+
+    Attributes:
+        rank: The rank.
+        host: Name of its host.
+        name: Name of the GPU.
+        memory: Bytes.
+        capability: CUDA's compute capability, (major, minor).
+        uuid: Identifier of the GPU, unique on its host.
+        free: Free bytes if other processes use more than a tenth of the memory, otherwise None.
+    """
+
+    rank: int
+    host: str
+    name: str
+    memory: int
+    capability: tuple[int, int]
+    uuid: str
+    free: int | None = None
+
+    @property
+    def has_bfloat16(self) -> bool:
+        """Whether the GPU supports bfloat16 and flash attention, which come together."""
+        return self.capability >= BFLOAT16_CAPABILITY
+
+    @property
+    def description(self) -> str:
+        """Name, memory and compute capability as text."""
+        major, minor = self.capability
+        return f"{self.name} ({self.memory / 2**30:.0f} GiB, compute capability {major}.{minor})"
 
 
 def choose_device_type(setting: str, requested: str, environ: Mapping[str, str] | None = None) -> str:

@@ -10,13 +10,13 @@ import socket
 import sys
 from collections import Counter
 from collections.abc import Callable, MutableMapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dtrain.base.errors import UserError
-from dtrain.base.hardware import VISIBLE_DEVICES, choose_device_type, hidden_gpu_reason
+from dtrain.base.hardware import VISIBLE_DEVICES, DeviceFacts, choose_device_type, hidden_gpu_reason
 from dtrain.base.ranges import plural
 from dtrain.launch.rank_info import RankInfo
 from dtrain.recipe.world import AUTO, MAX_AUTO_BATCH, Config, mesh_problems, replace_keys
@@ -29,42 +29,7 @@ if TYPE_CHECKING:
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 FREE_SHARE = 0.9  # if less of a device's memory is free, other processes are using it
 CPU_PROCESSES = 64  # number of CPU processes that is always allowed; each loads torch into memory
-BFLOAT16_CAPABILITY = (8, 0)  # first compute capability with bfloat16 arithmetic and flash attention
 DRIVER = Path("/proc/driver/nvidia/version")  # exists if NVIDIA's driver is loaded
-
-
-@dataclass(frozen=True)
-class DeviceFacts:
-    """A rank's GPU.
-
-    Attributes:
-        rank: The rank.
-        host: Name of its host.
-        name: Name of the GPU.
-        memory: Bytes.
-        capability: CUDA's compute capability, (major, minor).
-        uuid: Identifier of the GPU, unique on its host.
-        free: Free bytes if other processes use more than a tenth of the memory, otherwise None.
-    """
-
-    rank: int
-    host: str
-    name: str
-    memory: int
-    capability: tuple[int, int]
-    uuid: str
-    free: int | None = None
-
-    @property
-    def has_bfloat16(self) -> bool:
-        """Whether the GPU supports bfloat16 and flash attention, which come together."""
-        return self.capability >= BFLOAT16_CAPABILITY
-
-    @property
-    def description(self) -> str:
-        """Name, memory and compute capability as text."""
-        major, minor = self.capability
-        return f"{self.name} ({self.memory / 2**30:.0f} GiB, compute capability {major}.{minor})"
 
 
 def resolve_nproc(recipe: Config) -> Config:
@@ -318,7 +283,7 @@ def check_on_all_ranks(
     rank_info: RankInfo,
     store: "dist.Store | None",
     find_problems: Callable[[Sequence[DeviceFacts]], Sequence[str]],
-) -> None:
+) -> list[DeviceFacts]:
     """Start every rank's device, check all devices on rank 0, and raise the same error on every rank.
 
     Args:
@@ -327,14 +292,19 @@ def check_on_all_ranks(
         store: Store of all ranks. None for a single rank.
         find_problems: Called on rank 0 with the devices of all ranks.
 
+    Returns:
+        The devices of all ranks on rank 0. An empty list on the other ranks.
+
     Raises:
-        UserError: On every rank, with the errors of all ranks' `start`, or else with what `find_problems` returned.
+        UserError: On every rank, with the errors of all ranks' `start`, or else with the result of `find_problems`.
 
     Collectives:
         Through `store`: every rank sets one key and reads one, rank 0 reads the keys of all.
     """
+    devices: list[DeviceFacts] = []
     if store is None:
-        refusal = "\n".join(find_problems([start()]))
+        devices.append(start())
+        refusal = "\n".join(find_problems(devices))
     else:
         prefix = f"devices of attempt {rank_info.attempt}"
         # A rank reports its device as a JSON object, or its error as a JSON string.
@@ -345,16 +315,29 @@ def check_on_all_ranks(
         store.set(f"{prefix}/{rank_info.rank}", report)
         if rank_info.rank == 0:
             reports = [json.loads(store.get(f"{prefix}/{rank}")) for rank in range(rank_info.world_size)]
-            store.set(f"{prefix}/refusal", "\n".join(_problems_of_reports(reports, find_problems)))
+            errors, devices = _split_reports(reports)
+            problems = errors or find_problems(devices)
+            store.set(f"{prefix}/refusal", "\n".join(problems))
         refusal = store.get(f"{prefix}/refusal").decode()
     if refusal:
         raise UserError(refusal)
+    return devices
 
 
-def _problems_of_reports(
-    reports: Sequence[dict[str, Any] | str], find_problems: Callable[[Sequence[DeviceFacts]], Sequence[str]]
-) -> Sequence[str]:
-    """Return the errors among the reports, each once, or the problems of the devices if all ranks have one."""
+class _Reports(NamedTuple):
+    """Reports of all ranks.
+
+    Attributes:
+        errors: The errors, each once.
+        devices: The devices of the ranks without an error.
+    """
+
+    errors: list[str]
+    devices: list[DeviceFacts]
+
+
+def _split_reports(reports: Sequence[dict[str, Any] | str]) -> _Reports:
+    """Return the errors and the devices among the ranks' reports: a text is an error, an object is a device."""
     errors: list[str] = []
     devices: list[DeviceFacts] = []
     for report in reports:
@@ -364,4 +347,4 @@ def _problems_of_reports(
         else:
             # JSON has no tuples.
             devices.append(DeviceFacts(**{**report, "capability": tuple(report["capability"])}))
-    return errors or find_problems(devices)
+    return _Reports(errors, devices)

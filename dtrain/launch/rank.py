@@ -28,9 +28,8 @@ from typing import TYPE_CHECKING, Any
 from dtrain import __version__
 from dtrain import recipe as config
 from dtrain.base.errors import UserError
-from dtrain.base.hardware import free_host_memory, total_memory
+from dtrain.base.hardware import DeviceFacts, free_host_memory, total_memory
 from dtrain.launch.devices import (
-    DeviceFacts,
     check_on_all_ranks,
     choose_device,
     device_notes,
@@ -58,6 +57,7 @@ if TYPE_CHECKING:
     from dtrain.base.ranks import Ranks
     from dtrain.launch.rendezvous import RendezvousResult
     from dtrain.parallel.mesh import Runtime, StopFlag
+    from dtrain.training.sizing import BackgroundPlan, Sizing
 
 
 SEEN_SECONDS = 5.0  # timeout for a new file to become visible on every host
@@ -67,7 +67,7 @@ KEYS_THAT_MAY_DIFFER = ("launch", "metrics", "data.cache_dir", "data.num_workers
 
 Train = Callable[[Recipe, "Runtime"], None]
 
-StartPlan = Callable[[Recipe, int, str], AbstractContextManager[Any]]
+StartPlan = Callable[[Recipe, int, str], AbstractContextManager["BackgroundPlan"]]
 """(recipe, world size, device type) -> the run's plan, computed in a process of its own while the run starts.
 
 It is `commands.plan.background.PlannedPeak`."""
@@ -103,8 +103,8 @@ class StartedPlan:
     """
 
     is_open: bool
-    sizing: Any = None
-    planned: Any = None
+    sizing: "Sizing | None" = None
+    planned: "BackgroundPlan | None" = None
 
 
 @dataclass(frozen=True)
@@ -271,13 +271,12 @@ def start_devices(
     Collectives:
         Those of `check_on_all_ranks`, through `store`.
     """
-    devices: list[DeviceFacts] = []
-    if device.type == "cuda":
-        start = partial(start_device, device, rank_info)
-        planned = None if plan.is_open else plan.planned
-        find_problems = partial(_find_device_problems, recipe, planned, devices)
-        check_on_all_ranks(start, replace(rank_info, attempt=attempt), store, find_problems)
-    return devices
+    if device.type != "cuda":
+        return []
+    start = partial(start_device, device, rank_info)
+    planned = None if plan.is_open else plan.planned
+    find_problems = partial(_find_device_problems, recipe, planned)
+    return check_on_all_ranks(start, replace(rank_info, attempt=attempt), store, find_problems)
 
 
 def choose_sizes(
@@ -313,8 +312,10 @@ def choose_sizes(
     free = min((device.free for device in devices if device.free is not None), default=None)
     host = free_host_memory(rank_info.local_world_size)
 
-    def decide() -> Any:
-        return plan.sizing or sizing_with_plan(recipe, machine, host, plan.planned, smallest, free)
+    def decide() -> "Sizing":
+        if plan.sizing is not None:
+            return plan.sizing
+        return sizing_with_plan(recipe, machine, host, plan.planned, smallest, free)
 
     recipe, lines = share_sizing(recipe, rank_info.rank, attempt, store, decide)
     return ResolvedSizes(recipe, lines, machine)
@@ -377,27 +378,26 @@ def leave_process_group(rank_info: RankInfo) -> None:
 
 
 def _find_device_problems(
-    recipe: Recipe, planned: Any, seen: list[DeviceFacts], devices: Sequence[DeviceFacts]
+    recipe: Recipe, planned: "BackgroundPlan | None", devices: Sequence[DeviceFacts]
 ) -> Sequence[str]:
     """Return the reasons why the run cannot use the GPUs of its ranks. Print notes if there is none.
 
     Args:
         recipe: The recipe.
         planned: The run's plan, or None.
-        seen: Receives the devices, so that rank 0 knows them after the check.
         devices: The devices of all ranks.
     """
-    seen += devices
     reasons = find_device_problems(devices, recipe.train.dtype)
     remarks = device_notes(devices)
     if planned is not None:
         smallest = min(devices, key=lambda device: device.memory)
         peak = planned.peak_if_too_large(smallest)
-        if peak is not None and peak.size > smallest.memory:
-            reasons.append(peak.too_much)
-        elif peak is not None:
-            # It may fit: the share of a device's memory that can be used is an estimate.
-            remarks.append(peak.too_much)
+        if peak is not None and peak.too_much is not None:
+            # A smaller peak may fit after all: the share of a device's memory that can be used is an estimate.
+            if peak.size > smallest.memory:
+                reasons.append(peak.too_much)
+            else:
+                remarks.append(peak.too_much)
     if not reasons:
         for line in remarks:
             print(f"note: {line}", file=sys.stderr)

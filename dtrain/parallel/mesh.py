@@ -15,7 +15,7 @@ Each process group has a backend per device type, and a timeout after which a ra
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,21 @@ class StopFlag:
         self.signum = signum
 
 
+class PeakMemory(Protocol):
+    """The planned peak memory of a rank.
+
+    Attributes:
+        words: The peak as text, or the reason why there is none.
+        size: Its bytes. 0 if there is none.
+    """
+
+    @property
+    def words(self) -> str: ...
+
+    @property
+    def size(self) -> int: ...
+
+
 @dataclass(frozen=True)
 class Runtime:
     """A rank of a run. `launch` creates the object, and the other packages read it instead of the environment.
@@ -48,7 +63,7 @@ class Runtime:
         device: Device of the rank.
         stop: Request to stop.
         wait_for_plan: Waits at most the given seconds for a plan that is computed next to the run, and returns its
-            peak memory (`words`, and `size` in bytes). None if there is no such plan.
+            peak memory, or None if the plan is not ready by then. None if there is no such plan.
         collective_timeout: Seconds, `launch.collective_timeout`. None: see `set_timeouts`.
         size_notes: Lines on the sizes that the recipe left to `auto`.
         machine: Facts of the machine for which these sizes were chosen, on rank 0.
@@ -59,7 +74,7 @@ class Runtime:
     world_size: int = 1
     device: torch.device = torch.device("cpu")
     stop: StopFlag = field(default_factory=StopFlag)
-    wait_for_plan: Callable[[float], Any] | None = None
+    wait_for_plan: Callable[[float], PeakMemory | None] | None = None
     collective_timeout: float | None = None
     size_notes: tuple[str, ...] = ()
     machine: Mapping[str, Any] = field(default_factory=dict)

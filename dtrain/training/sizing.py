@@ -13,12 +13,14 @@ import json
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from dtrain import models
 from dtrain import recipe as config
 from dtrain.base.errors import UserError
+from dtrain.base.hardware import DeviceFacts
 from dtrain.checkpoint.huggingface.safetensor_files import weight_files
+from dtrain.recipe import Recipe
 from dtrain.recipe.world import (
     AUTO,
     FASTEST_VALUES,
@@ -69,6 +71,41 @@ class Sizing:
     def of(cls, recipe: Config, values: Mapping[str, Any], reason: str) -> "Sizing":
         """Return `values` with one line that gives the reason for all of them."""
         return cls(values, (f"{', '.join(format_choices(recipe, values))} (auto): {reason}",))
+
+
+class Peak(NamedTuple):
+    """The peak memory of a rank, from a plan.
+
+    Attributes:
+        words: The peak as text, or the reason why there is none.
+        size: Its bytes.
+        too_much: Error if the device is too small, with the smallest change that would help.
+        choice: Values for the keys of the recipe that are `auto`.
+    """
+
+    words: str
+    size: int = 0
+    too_much: str | None = None
+    choice: Sizing | None = None
+
+
+class BackgroundPlan(Protocol):
+    """The plan of a run, which another process computes while the run starts.
+
+    `commands.plan.background.PlannedPeak` implements it.
+    """
+
+    def peak(self, wait: float = 0.0) -> Peak | None:
+        """Return the peak. None if it is not known within `wait` seconds."""
+
+    def choose(self, memory: int, device: DeviceFacts | None, host: int) -> Peak:
+        """Choose values for the keys that are `auto`. Raises UserError if nothing fits."""
+
+    def settle(self, values: Mapping[str, Any]) -> None:
+        """Pass values for the keys that are `auto`, if they were chosen without the plan."""
+
+    def peak_if_too_large(self, device: DeviceFacts) -> Peak | None:
+        """Return the peak if it does not fit on `device`, otherwise None."""
 
 
 def previous_sizing(inputs: RunInputs, machine: Mapping[str, Any]) -> Sizing | None:
@@ -148,7 +185,7 @@ def describe_machine(world_size: int, device_name: str, memory: int) -> dict[str
     return {"device": device_name, "memory": memory, "world_size": world_size}
 
 
-def sizing_without_plan(recipe: Any, machine: Mapping[str, Any], host: int) -> Sizing | None:
+def sizing_without_plan(recipe: Recipe, machine: Mapping[str, Any], host: int) -> Sizing | None:
     """Return the sizes of a run on CPUs if they are known without a plan; None otherwise.
 
     Args:
@@ -162,7 +199,12 @@ def sizing_without_plan(recipe: Any, machine: Mapping[str, Any], host: int) -> S
 
 
 def sizing_with_plan(
-    recipe: Any, machine: Mapping[str, Any], host: int, planned: Any, device: Any = None, free: int | None = None
+    recipe: Recipe,
+    machine: Mapping[str, Any],
+    host: int,
+    planned: BackgroundPlan | None,
+    device: DeviceFacts | None = None,
+    free: int | None = None,
 ) -> Sizing:
     """Return the sizes of a run: from an earlier start on the same GPUs, or else from the plan, or else small values.
 
@@ -170,8 +212,7 @@ def sizing_with_plan(
         recipe: The recipe.
         machine: The machine, as `describe_machine` returns it.
         host: Bytes of the host's memory for each rank.
-        planned: The plan, which another process computes (`commands.plan.background.PlannedPeak`). None if no plan is
-            computed.
+        planned: The plan. None if no plan is computed.
         device: The GPU with the least memory. None on CPUs.
         free: Bytes of its memory that are free, if other processes use the GPU too.
 
@@ -195,7 +236,7 @@ def sizing_with_plan(
     return Sizing.of(recipe, _small_values(recipe, world_size), reason)
 
 
-def _small_values(recipe: Any, world_size: int) -> dict[str, Any]:
+def _small_values(recipe: Recipe, world_size: int) -> dict[str, Any]:
     """Return values that need little memory, for the keys that the recipe leaves to `auto`."""
     usual = replace_auto(recipe, num_dp_ranks(recipe, world_size))
     values = {key: get_key(usual, key) for key in unresolved_auto_keys(recipe)}

@@ -9,7 +9,7 @@ import torch
 from dtrain.commands.plan.compiled import CompiledRegions
 from dtrain.commands.plan.hardware import GPUS
 from dtrain.commands.plan.plan import make_plan
-from dtrain.commands.plan.tracer import Tracer
+from dtrain.commands.plan.tracer import Cost, Tracer
 from tests.tiny import tiny_recipe
 
 T, D, F = 64, 32, 48
@@ -35,9 +35,9 @@ def moved(regions):
     with tracer:
         out = (gated if regions is None else regions.region(gated))(x, weight)
         out.detach().mul_(2)  # outside: it reads and writes what the region has written
-        counts.append(tracer.counts[None, "moved"])
+        counts.append(tracer.counts[Cost(None, "moved")])
         out.backward(grad)
-        counts.append(tracer.counts[None, "moved"] - counts[0])
+        counts.append(tracer.counts[Cost(None, "moved")] - counts[0])
     return [count / WIDTH / T for count in counts]
 
 

@@ -7,12 +7,11 @@ import pytest
 import torch
 
 from dtrain.base.errors import RecipeError
-from dtrain.base.hardware import peak_flops
+from dtrain.base.hardware import DeviceFacts, peak_flops
 from dtrain.commands.cli import main
 from dtrain.commands.plan.background import PlannedPeak
 from dtrain.commands.plan.hardware import GPUS, hardware_of
 from dtrain.commands.plan.plan import make_plan
-from dtrain.launch.devices import DeviceFacts
 from dtrain.recipe.world import FASTEST_VALUES, format_overrides
 from dtrain.training import load_recipe
 from tests.tiny import tiny_recipe

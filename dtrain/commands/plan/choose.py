@@ -14,11 +14,10 @@ The choice depends only on the recipe, the world and the device.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 from dtrain.base.errors import RecipeError, UserError
 from dtrain.base.hardware import free_host_memory, num_cores
@@ -81,6 +80,20 @@ class _PlannedCombination:
     time: float
 
 
+class _Change(NamedTuple):
+    """A change of the recipe that may let it fit.
+
+    Attributes:
+        overrides: The change as the user writes it.
+        recipe: The changed recipe.
+        num_ranks: The number of ranks.
+    """
+
+    overrides: str
+    recipe: Recipe
+    num_ranks: int
+
+
 def choose(spec: StepSpec, memory: int, hardware: Hardware | None = None, host: int | None = None) -> Choice:
     """Choose values for the keys of a recipe that are `auto`. Plans steps in processes that are forked from this one.
 
@@ -97,7 +110,7 @@ def choose(spec: StepSpec, memory: int, hardware: Hardware | None = None, host: 
     return _Search(spec, memory, hardware, host).choice()
 
 
-def chosen_plan(recipe: Any, world_size: int, hardware: Hardware, budget: int | None = None) -> Plan:
+def chosen_plan(recipe: Recipe, world_size: int, hardware: Hardware, budget: int | None = None) -> Plan:
     """Return the plan of a recipe, like `make_plan`, with values chosen for the keys that are `auto`."""
     if not unresolved_auto_keys(recipe):
         return make_plan(recipe, world_size, hardware, budget)
@@ -401,46 +414,71 @@ class _Search:
     def _changes_that_fit(self, planned: _PlannedCombination) -> Iterator[tuple[str, int]]:
         """Yield overrides with which `planned` would fit, each with its peak: the smallest change first.
 
-        At most one change of each kind is yielded. A lower bound of the peak rules out changes that cannot fit, without
-        planning them. Shorter rows do not reduce parameters and optimizer state, and reduce the rest of the peak at
-        most in proportion to the length of a row, or to its square if attention needs a mask. More ranks reduce
-        parameters, gradients and optimizer state at most in proportion to their number.
+        At most one change of each kind is yielded.
         """
-        values, step = planned.values, planned.step
-        always = step.parameters + step.optimizer_state  # without gradients, which may not exist yet at the peak
-        recipe, world_size, length = self.recipe, self.world_size, self.recipe.data.max_length
-        device_type = self.spec.world.device_type
-        has_mask = max_masked_row_length(self.spec.recipe, self.spec.precision, device_type) is not None
-        exponent = 2 if has_mask else 1
+        step = planned.step
+        kinds = [*self._adapter_changes(), self._shorter_rows(step), self._more_ranks(step)]
+        for changes in kinds:
+            for change in changes:
+                peak = self._peak_with(change, planned.values)
+                if peak is not None:
+                    yield change.overrides, peak
+                    break
+
+    def _adapter_changes(self) -> list[list[_Change]]:
+        """Return the changes to LoRA and to LoRA on weights in 4 bits, unless the recipe has them already."""
+        recipe = self.recipe
         lora = recipe.lora or Lora()
         nf4 = replace(lora, quantize="nf4")
-        groups: list[list[tuple[str, Recipe, int]]] = []
+        kinds = []
         if recipe.lora is None:
-            groups.append([("lora={}", replace(recipe, lora=lora), world_size)])
+            kinds.append([_Change("lora={}", replace(recipe, lora=lora), self.world_size)])
         if nf4 != recipe.lora:
-            groups.append([("lora.quantize=nf4", replace(recipe, lora=nf4), world_size)])
-        shorter_rows = []
+            kinds.append([_Change("lora.quantize=nf4", replace(recipe, lora=nf4), self.world_size)])
+        return kinds
+
+    def _shorter_rows(self, step: Step) -> list[_Change]:
+        """Return changes to shorter rows, without those that cannot fit by a lower bound of the peak.
+
+        Shorter rows do not reduce parameters and optimizer state, and reduce the rest of the peak at most in proportion
+        to the length of a row, or to its square if attention needs a mask.
+        """
+        length = self.recipe.data.max_length
+        always = step.parameters + step.optimizer_state  # without gradients, which may not exist yet at the peak
+        has_mask = max_masked_row_length(self.spec.recipe, self.spec.precision, self.spec.world.device_type) is not None
+        exponent = 2 if has_mask else 1
+        changes = []
         for part in (2, 4, 8):
-            if max(step.resident, always + (step.peak - always) / part**exponent) <= self.budget:
-                shorter = replace_keys(recipe, {"data.max_length": length // part})
-                shorter_rows.append((f"data.max_length={length // part}", shorter, world_size))
-        groups.append(shorter_rows)
-        more_ranks = []
+            lower_bound = max(step.resident, always + (step.peak - always) / part**exponent)
+            if lower_bound <= self.budget:
+                shorter = replace_keys(self.recipe, {"data.max_length": length // part})
+                changes.append(_Change(f"data.max_length={length // part}", shorter, self.world_size))
+        return changes
+
+    def _more_ranks(self, step: Step) -> list[_Change]:
+        """Return changes to more ranks, without those that cannot fit by a lower bound of the peak.
+
+        More ranks reduce parameters, gradients and optimizer state at most in proportion to their number. With more
+        ranks there are fewer micro-batches, and a single micro-batch keeps no unsharded gradients. The peak may
+        therefore shrink by more than the factor, and only the resident bytes give a bound.
+        """
+        changes = []
         for factor in (2, 4, 8):
-            # With more ranks there are fewer micro-batches, and a single micro-batch keeps no unsharded gradients. The
-            # peak may therefore shrink by more than the factor, and only the resident bytes give a bound.
+            num_ranks = self.world_size * factor
             if step.resident <= factor * self.budget:
-                more_ranks.append((f"launch.nproc={world_size * factor}", recipe, world_size * factor))
-        groups.append(more_ranks)
-        for group in groups:
-            for overrides, changed_recipe, num_ranks in group:
-                with suppress(RecipeError):  # the change is refused for another reason
-                    changed = replace_keys(changed_recipe, values)
-                    spec = resolve_plan(changed, num_ranks, device_type, self.hardware if self.is_gpu else None)
-                    (changed_step,) = plan_steps([self._spec_with(spec, {}, self.smallest_micro_batch)])
-                    if self._fits(changed_step):
-                        yield overrides, changed_step.peak
-                        break
+                changes.append(_Change(f"launch.nproc={num_ranks}", self.recipe, num_ranks))
+        return changes
+
+    def _peak_with(self, change: _Change, values: Values) -> int | None:
+        """Plan a change with `values` and the smallest micro-batch. Return its peak, or None if it does not fit."""
+        hardware = self.hardware if self.is_gpu else None
+        try:
+            recipe = replace_keys(change.recipe, values)
+            spec = resolve_plan(recipe, change.num_ranks, self.spec.world.device_type, hardware)
+            (step,) = plan_steps([self._spec_with(spec, {}, self.smallest_micro_batch)])
+        except RecipeError:  # the change is refused for another reason
+            return None
+        return step.peak if self._fits(step) else None
 
     def _lines(self, planned: _PlannedCombination, values: Values, fast_micro_batch: int) -> Iterator[str]:
         """Yield lines for the terminal about the choice."""

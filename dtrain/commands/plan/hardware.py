@@ -27,9 +27,8 @@ from typing import Any
 
 import torch
 
-from dtrain.base.hardware import BOARDS, find_board
+from dtrain.base.hardware import BOARDS, DeviceFacts, find_board
 from dtrain.commands.plan.step import Step
-from dtrain.launch.devices import DeviceFacts
 from dtrain.recipe import Sizes
 
 USABLE_BANDWIDTH = 0.8  # share of the bandwidth of memory and links that elementwise kernels and large messages reach

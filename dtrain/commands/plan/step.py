@@ -27,7 +27,7 @@ import torch.distributed as dist
 from dtrain.commands.plan.memory import NOT_COUNTED, Phase
 from dtrain.commands.plan.planned_device import MetaKernels, PlannedDevice, PlannedStream
 from dtrain.commands.plan.processes import run_in_parallel
-from dtrain.commands.plan.tracer import Collective, PlannedMemory, PlanObserver, Tracer
+from dtrain.commands.plan.tracer import Collective, Cost, PlannedMemory, PlanObserver, Tracer
 from dtrain.models.common.config import ModelConfig
 from dtrain.parallel.mesh import Runtime, build_mesh
 from dtrain.parallel.placement import bytes_of
@@ -57,7 +57,7 @@ class Trace:
     layers: int
     micro_batches: int
     peaks: dict[Phase, Counter[str]]
-    counts: Counter[tuple]
+    counts: Counter[Cost]
     sizes: Counter[str]
 
 
@@ -277,17 +277,17 @@ def _extrapolate_layers(shorter: Trace, longer: Trace, num_layers: int) -> Trace
 def _extrapolate_micro_batches(trace: Trace, sizes: Sizes) -> Step:
     """Return the step with all micro-batches, from a trace with at most TRACED of them."""
     num_passes = max(1, sizes.accumulation)
-    total: Counter[tuple] = Counter()
+    total: Counter[Cost] = Counter()  # over all passes
     # The middle one of the traced micro-batches stands for all between the first and the last.
     num_middle = max(1, sizes.accumulation - TRACED + 1)
-    for (pass_index, *kind), value in trace.counts.items():
-        is_middle = pass_index is not None and pass_index % TRACED == 1
-        total[tuple(kind)] += value * (num_middle if is_middle else 1)
+    for cost, value in trace.counts.items():
+        is_middle = cost.pass_index is not None and cost.pass_index % TRACED == 1
+        total[cost._replace(pass_index=None)] += value * (num_middle if is_middle else 1)
     if sizes.world_size > 1:
         # After each step the trainer all-reduces a flag: whether any rank has to stop.
         stop_flag = Collective("all", "all-reduce", sizes.world_size, True)
         # This also removes counts that are 0.
-        total += Counter({("messages", stop_flag): 1, ("bytes", stop_flag): _STOP_FLAG_BYTES})
+        total += Counter({Cost(None, "messages", stop_flag): 1, Cost(None, "bytes", stop_flag): _STOP_FLAG_BYTES})
     step_sizes = Counter(trace.sizes)
     step_sizes["offloaded_bytes"] *= num_passes
     # On a planned CPU, the rows of one micro-batch are counted twice: as meta tensors in the trace, and among the
@@ -296,16 +296,17 @@ def _extrapolate_micro_batches(trace: Trace, sizes: Sizes) -> Step:
     rows = max(0, all_rows - step_sizes.pop("micro rows", 0))
     peak_phase, peak = max(trace.peaks.items(), key=lambda entry: entry[1].total())
     parts = peak + Counter({"optimizer state": step_sizes["optimizer_state"], "rows": rows})
-    traffic = {}
-    flops = {}
-    overlapped_flops = {}
-    for (kind, *key), value in total.items():
-        if kind == "messages":
-            traffic[key[0]] = (value, total["bytes", key[0]])
-        elif kind == "flops":
-            flops[key[0]] = value
-        elif kind == "behind":
-            overlapped_flops[key[0], key[1]] = value
+    traffic: dict[Collective, tuple[int, int]] = {}
+    flops: dict[torch.dtype, int] = {}
+    overlapped_flops: dict[tuple[Collective, torch.dtype], int] = {}
+    for cost, value in total.items():
+        collective, dtype = cost.collective, cost.dtype
+        if cost.kind == "messages" and collective is not None:
+            traffic[collective] = (value, total[Cost(None, "bytes", collective)])
+        elif cost.kind == "flops" and dtype is not None:
+            flops[dtype] = value
+        elif cost.kind == "overlapped" and collective is not None and dtype is not None:
+            overlapped_flops[collective, dtype] = value
     return Step(
         **step_sizes,
         peak=parts.total(),
@@ -314,7 +315,7 @@ def _extrapolate_micro_batches(trace: Trace, sizes: Sizes) -> Step:
         activations=max(peak["activations"] for peak in trace.peaks.values()),
         traffic=traffic,
         flops=flops,
-        bytes_moved=total["moved",],
-        num_kernels=total["kernels",],
+        bytes_moved=total[Cost(None, "moved")],
+        num_kernels=total[Cost(None, "kernels")],
         overlapped_flops=overlapped_flops,
     )

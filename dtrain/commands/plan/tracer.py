@@ -98,6 +98,28 @@ class Collective(NamedTuple):
     on_host: bool
 
 
+class Cost(NamedTuple):
+    """Key of a count in `Tracer.counts`.
+
+    Attributes:
+        pass_index: The pass through the model. None outside a pass.
+        kind: One of
+            "flops": FLOPs of matrix products and attention, including masked pairs, by `dtype`,
+            "moved": bytes that other operations read and write,
+            "kernels": number of operations that are not views,
+            "messages", "bytes": number and bytes of the messages of `collective`,
+            "overlapped": FLOPs, by `dtype`, between the start of a `collective` of cp and the wait for it, which can
+                hide the collective.
+        collective: The kind of collective. None for counts that are not about one.
+        dtype: Dtype of the operands. None for counts that are not FLOPs.
+    """
+
+    pass_index: int | None
+    kind: str
+    collective: Collective | None = None
+    dtype: torch.dtype | None = None
+
+
 class CollectiveReader:
     """Finds the collectives among the operations that torch dispatches, and their dimensions of the mesh.
 
@@ -194,14 +216,7 @@ class Tracer(MetaKernels):
         is_forward: Whether it is in its forward.
         counts_costs: Whether the costs of operations are counted.
         regions: Compiled regions, if layers are compiled.
-        counts: The costs, by
-            (pass, "flops", dtype): FLOPs of matrix products and attention by the dtype of their operands, including
-                masked pairs,
-            (pass, "moved"): bytes that other operations read and write,
-            (pass, "kernels"): number of operations that are not views,
-            (pass, "messages", collective) and (pass, "bytes", collective),
-            (pass, "behind", collective, dtype): FLOPs between the start of a collective of cp and the wait for it,
-                which can hide the collective.
+        counts: The costs.
     """
 
     def __init__(self, mesh: Mesh, on_host: bool):
@@ -209,7 +224,7 @@ class Tracer(MetaKernels):
         self.on_host = on_host
         self.memory = MemoryTimeline("temporaries")
         self.host = MemoryTimeline("rows")
-        self.counts: Counter[tuple] = Counter()
+        self.counts: Counter[Cost] = Counter()
         self.current: int | None = None
         self.is_forward = False
         self.counts_costs = True
@@ -257,8 +272,8 @@ class Tracer(MetaKernels):
             message = None
         if message is not None:
             collective, size = message
-            self.counts[self.current, "messages", collective] += 1
-            self.counts[self.current, "bytes", collective] += size
+            self.counts[Cost(self.current, "messages", collective)] += 1
+            self.counts[Cost(self.current, "bytes", collective)] += size
             if collective.dimension == "cp" and func.namespace == "_c10d_functional":
                 self._running[storage_key(out)] = collective, tensors_in(args)
         elif func is wait.default:
@@ -286,8 +301,8 @@ class Tracer(MetaKernels):
         self.counts_costs = counts_costs
         if counts_costs:
             sizes = {id(tensor): tensor.nbytes for tensor in tensors_in((*arguments, out)) if tensor.is_meta}
-            self.counts[self.current, "kernels"] += 1
-            self.counts[self.current, "moved"] += sum(sizes.values())
+            self.counts[Cost(self.current, "kernels")] += 1
+            self.counts[Cost(self.current, "moved")] += sum(sizes.values())
         return out
 
     def compile_part(self, part: Callable[..., Any], is_selective: bool = False) -> Callable[..., Any]:
@@ -316,13 +331,14 @@ class Tracer(MetaKernels):
             yield item
             if number == 1:
                 num_left_out = max(0, len(rounds) - 3)
-                self.counts.update({key: num_left_out * (value - before[key]) for key, value in self.counts.items()})
+                for cost, value in self.counts.items():
+                    self.counts[cost] = value + num_left_out * (value - before[cost])
 
     def _count_cost(self, func: OpOverload, operands: Operands, out: Any, tensors: list) -> None:
         """Count the kernel, FLOPs and moved bytes of an operation. `tensors` are its operands and results."""
         args, kwargs = operands.args, operands.kwargs
         formula = _FLOPS.get(func.overloadpacket)
-        self.counts[self.current, "kernels"] += 1
+        self.counts[Cost(self.current, "kernels")] += 1
         if func.overloadpacket in (_aten.addmm, _aten.addmm_):
             # The first argument is added to the product, and may have another dtype.
             formula, args, kwargs = mm_flop, args[1:3], {}
@@ -336,10 +352,10 @@ class Tracer(MetaKernels):
             inputs = [self.memory.see(tensor) for tensor in tensors_in(read) if tensor.is_meta]
             outputs = [self.memory.see(tensor) for tensor in tensors_in(out) if tensor.is_meta]
             moved, is_outside = self.regions.moved(inputs, outputs, formula is not None)
-            self.counts[self.current, "moved"] += moved
+            self.counts[Cost(self.current, "moved")] += moved
         if is_outside and formula is None and moves:
             distinct = {id(tensor): tensor for tensor in tensors}
-            self.counts[self.current, "moved"] += sum(tensor.nbytes for tensor in distinct.values())
+            self.counts[Cost(self.current, "moved")] += sum(tensor.nbytes for tensor in distinct.values())
 
     def _count_flops(
         self, func: OpOverload, operands: Operands, formula: Callable, args: tuple, kwargs: dict, out: Any
@@ -350,9 +366,9 @@ class Tracer(MetaKernels):
         # With operands that have values, such as the ends of documents, the FLOPs depend on the values.
         if flops is None or not all(tensor.is_meta for tensor in operands.tensors):
             flops = self._flops[key] = formula(*args, **kwargs, out_val=out)
-        self.counts[self.current, "flops", dtype] += flops
+        self.counts[Cost(self.current, "flops", dtype=dtype)] += flops
         for collective, _ in self._running.values():
-            self.counts[self.current, "behind", collective, dtype] += flops
+            self.counts[Cost(self.current, "overlapped", collective, dtype)] += flops
 
 
 @cache

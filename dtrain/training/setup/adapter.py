@@ -25,6 +25,9 @@ from dtrain.recipe import Recipe, spelling
 from dtrain.recipe.schema import Lora
 from dtrain.training.inputs import RunInputs
 
+_Pattern = str | tuple[str, ...]
+"""A regular expression for full names of layers, or a list of names."""
+
 
 def check_keys(inputs: RunInputs) -> list[Problem]:
     """Check the section without a model, and the keys that conflict with it."""
@@ -271,22 +274,29 @@ def _check_targets(config: AdapterConfig, layers: Sequence[str]) -> list[Problem
     known_names = [*linears, *EMBEDDING_AND_HEAD]
     problems = _check_expert_targets(config, expert_matrices)
     for key, entries in (("target", config.target), ("exclude", config.exclude)):
-        if isinstance(entries, str):  # a regular expression, all-linear or nothing
-            patterns: list[tuple[str, str | tuple[str, ...]]] = [(entries, entries)]
-        else:
-            patterns = [(entry, (entry,)) for entry in entries]
-        for entry, pattern in patterns:
-            matches_by_definition = isinstance(pattern, str) and pattern in (ALL_LINEAR, "")
-            if matches_by_definition or any(is_selected(name, pattern) for name in known_names):
-                if key == "exclude":
-                    problems += _check_excluded_experts(config, expert_matrices, pattern)
-                continue
-            if isinstance(pattern, str):
-                fix = _hint_for_expression(key, entry, linears)
-            else:
-                fix = _hint_for_name(entry, linears)
-            problems.append(Problem(f"lora.{key}", f"lora.{key}: {entry} matches no linear layer of the model", fix))
+        # Each name of a list is checked by itself. A text is one regular expression, all-linear or "".
+        patterns: list[_Pattern] = [entries] if isinstance(entries, str) else [(name,) for name in entries]
+        for pattern in patterns:
+            if not _matches_a_layer(pattern, known_names):
+                problems.append(_unmatched_problem(key, pattern, linears))
+            elif key == "exclude":
+                problems += _check_excluded_experts(config, expert_matrices, pattern)
     return problems
+
+
+def _matches_a_layer(pattern: _Pattern, names: Sequence[str]) -> bool:
+    """Check whether a pattern matches a name. "all-linear" and "" need no match."""
+    return pattern in (ALL_LINEAR, "") or any(is_selected(name, pattern) for name in names)
+
+
+def _unmatched_problem(key: str, pattern: _Pattern, linears: Sequence[str]) -> Problem:
+    """Return the problem of an entry of lora.target or lora.exclude that matches no layer."""
+    if isinstance(pattern, str):
+        entry, fix = pattern, _hint_for_expression(key, pattern, linears)
+    else:
+        (entry,) = pattern
+        fix = _hint_for_name(entry, linears)
+    return Problem(f"lora.{key}", f"lora.{key}: {entry} matches no linear layer of the model", fix)
 
 
 def _check_expert_targets(config: AdapterConfig, expert_matrices: Sequence[str]) -> list[Problem]:
@@ -303,9 +313,7 @@ def _check_expert_targets(config: AdapterConfig, expert_matrices: Sequence[str])
     return problems
 
 
-def _check_excluded_experts(
-    config: AdapterConfig, expert_matrices: Sequence[str], pattern: str | tuple[str, ...]
-) -> list[Problem]:
+def _check_excluded_experts(config: AdapterConfig, expert_matrices: Sequence[str], pattern: _Pattern) -> list[Problem]:
     """Refuse an entry of lora.exclude that matches experts, which it does not exclude."""
     matched = [layer for layer in config.select_layers(expert_matrices) if is_selected(layer, pattern)]
     if not matched:
