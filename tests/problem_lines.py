@@ -18,7 +18,7 @@ def preflight(recipe: Recipe, world_size: int, until: str = "files") -> list[str
 
 
 def shapes(recipe: Recipe, world_size: int) -> list[str]:
-    return lines(checking.shapes(recipe, world_size))
+    return lines(checking.shape_problems(recipe, world_size))
 
 
 def missing_problems(recipe: Recipe) -> list[str]:

@@ -22,7 +22,7 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -65,7 +65,7 @@ class Difference(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Misfit:
+class TensorMismatch:
     """The reason why a recipe's trained tensors are not those of a checkpoint.
 
     Attributes:
@@ -328,49 +328,51 @@ def is_locked(directory: Path) -> bool | None:
         os.close(lock)
 
 
-def guard(
-    changes: Iterable[tuple[str, Any, Any]],
+def check_changes(
+    differences: Sequence[Difference],
     allow_changes: Sequence[str],
     same_content: Collection[str] = (),
     models: Sequence[str] = (),
-    misfit: Misfit | None = None,
+    mismatch: TensorMismatch | None = None,
     details: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> list[str]:
     """Check the changes that a resume makes to the saved recipe, and return the lines to print, one per change.
 
     Args:
-        changes: The differences: key, saved value and new value. Digests of files have keys of their own, for example
-            "data.fingerprint".
+        differences: The changes. Digests of files have keys of their own, for example "data.fingerprint".
         allow_changes: Keys, or sections above them, that may differ although they are `GUARDED_KEYS`.
         same_content: Keys that name the location of files whose content is the same. They may differ.
         models: Keys of the method's section that name models. They are guarded too.
-        misfit: Set if the saved tensors do not fit the recipe. Its keys are refused whatever `allow_changes` names.
+        mismatch: Set if the saved tensors do not fit the recipe. Its keys are refused whatever `allow_changes` names.
         details: Lines that explain a difference, by its key.
 
     Raises:
         UserError: For a guarded difference that `allow_changes` does not name, and for one that no resume allows.
 
     Example:
-        >>> guard([("train.steps", 10, 20), ("optimizer.lr", 1e-5, 2e-5)], ["optimizer"])
+        >>> changes = [Difference("train.steps", 10, 20), Difference("optimizer.lr", 1e-5, 2e-5)]
+        >>> check_changes(changes, allow_changes=["optimizer"])
         ['train.steps: 10 -> 20', 'optimizer.lr: 1e-05 -> 2e-05']
     """
-    differences = [Difference(*entry) for entry in changes]
     tensor_keys = set(TENSOR_KEYS)
     for key, old, new in differences:
         if key == "train.dtype" and "float64" in (old, new):
             tensor_keys.add("train.dtype")  # in float64 the saved weights and moments are float64 too
     fixed_keys = set(tensor_keys)
-    if misfit is not None:
-        fixed_keys.update(misfit.keys)
+    if mismatch is not None:
+        fixed_keys.update(mismatch.keys)
     guarded = (*GUARDED_KEYS, *models)
-    refused = []
-    for difference in differences:
-        key = difference.key
-        is_guarded = _is_within(key, guarded) and not _is_within(key, UNGUARDED_KEYS) and key not in same_content
-        if key in fixed_keys or (is_guarded and not _is_within(key, allow_changes)):
-            refused.append(difference)
+
+    def is_allowed(key: str) -> bool:
+        if key in fixed_keys:
+            return False
+        if key in same_content or _is_within(key, UNGUARDED_KEYS) or not _is_within(key, guarded):
+            return True
+        return _is_within(key, allow_changes)
+
+    refused = [difference for difference in differences if not is_allowed(difference.key)]
     if refused:
-        raise UserError(_refusal(refused, tensor_keys, misfit, details))
+        raise UserError(_refusal(refused, tensor_keys, mismatch, details))
     lines = []
     for key, old, new in differences:
         lines.append(f"{key}: {_short(old)} -> {_short(new)}")
@@ -381,7 +383,7 @@ def guard(
 def _refusal(
     refused: Sequence[Difference],
     tensor_keys: Collection[str],
-    misfit: Misfit | None,
+    mismatch: TensorMismatch | None,
     details: Mapping[str, Sequence[str]],
 ) -> str:
     """Return the error for refused differences: each of them, then what to set.
@@ -389,27 +391,27 @@ def _refusal(
     Args:
         refused: The refused differences.
         tensor_keys: Keys that decide which tensors a checkpoint holds, and their dtypes.
-        misfit: As in `guard`.
-        details: As in `guard`.
+        mismatch: As in `check_changes`.
+        details: As in `check_changes`.
     """
     lines = ["the recipe, or the content of the files that it names, is not what this run was saved with:"]
     back = []  # settings that restore the saved tensors
     to_allow = []  # keys that `checkpoint.allow_changes` can name
-    misfit_keys = () if misfit is None else misfit.keys
+    mismatch_keys = () if mismatch is None else mismatch.keys
     for key, old, new in refused:
         lines.append(f"  {key}: {_short(old)} -> {_short(new)}")
         lines += [f"    {line}" for line in details.get(key, ())]
         if key in tensor_keys:
             back.append(f"{key}={_short(old)}")
-        elif key not in misfit_keys and key not in to_allow:
+        elif key not in mismatch_keys and key not in to_allow:
             to_allow.append(key)
     if back:
         lines.append(
             f"The saved tensors belong to the old values, and a resume does not convert them: set {' and '.join(back)} "
             "back, or start a new run from the weights only, with checkpoint.init_from and another run.name"
         )
-    if misfit is not None:
-        lines.append(misfit.advice)
+    if mismatch is not None:
+        lines.append(mismatch.advice)
     if to_allow:
         lines.append(
             f"To continue with the change, set checkpoint.allow_changes=[{','.join(to_allow)}]. To start a new run, "

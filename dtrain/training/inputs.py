@@ -77,13 +77,13 @@ class RunInputs:
         recipe = replace_auto(recipe, num_dp_ranks(recipe, world.size))
         method = build_method(recipe)
         data = recipe.data
-        template_options = (data.chat_template, data.template_kwargs, data.special_tokens)
-        source = ModelDirectory(recipe.model.directory, method.labels(), *template_options)
+        source = ModelDirectory(
+            recipe.model.directory, method.labels(), data.chat_template, data.template_kwargs, data.special_tokens
+        )
         other_models = {}
         for key, path in method.other_models():
-            num_labels = (
-                0 if key.endswith(REWARD_MODEL) else None
-            )  # a reward model has a head for labels, not for tokens
+            # A reward model has a head for labels, not for tokens. 0: its files say how many labels.
+            num_labels = 0 if key.endswith(REWARD_MODEL) else None
             other_models[key] = ModelDirectory(path, num_labels)
         run = RunDirectory(recipe.run.directory, recipe.run.lock)
         return cls(original_recipe, recipe, world, method, run, source, other_models, pending_downloads)

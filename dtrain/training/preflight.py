@@ -58,7 +58,7 @@ def preflight(
     return [redacted(problem, recipe) for problem in problems]
 
 
-def shapes(recipe: Recipe, world_size: int) -> list[Problem]:
+def shape_problems(recipe: Recipe, world_size: int) -> list[Problem]:
     """Return the problems of a recipe's keys and models, without its data and weights.
 
     These are all problems that affect the memory and the computation of a step. Only each model's config.json is read.

@@ -24,7 +24,7 @@ A checkpoint contains:
                    policy, method   the state of policy and method that is not in tensors
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,7 +48,7 @@ from dtrain.data.sources.sources import should_pack
 from dtrain.methods import Method
 from dtrain.policy import Policy
 from dtrain.recipe import Recipe
-from dtrain.training.directory import Difference, Misfit, guard
+from dtrain.training.directory import Difference, TensorMismatch, check_changes
 from dtrain.training.host import Host
 from dtrain.training.inputs import RunInputs
 from dtrain.training.registry import REWARD_MODEL, model_keys
@@ -338,7 +338,7 @@ def compare(
     method: Method,
     *,
     allow_changes: Sequence[str],
-    unfit: str | None,
+    tensor_difference: str | None,
 ) -> list[str]:
     """Compare the recipe and the files of this run with those of the saved run, and return a line for each difference.
 
@@ -352,17 +352,33 @@ def compare(
         rows: Rows by split, as far as they were read.
         method: The recipe's method.
         allow_changes: Guarded keys that may differ.
-        unfit: The first difference between the trained tensors and those of the checkpoint (`find_first_mismatch`).
-            None if there is no difference.
+        tensor_difference: The first difference between the trained tensors and those of the checkpoint
+            (`find_first_mismatch`). None if there is no difference.
 
     Raises:
         UserError: For guarded differences that `allow_changes` does not name, and for differences that no resume
             allows: another method, or a recipe that trains other tensors.
     """
     _, state = start.checkpoint
-    saved = state["identities"]
+    saved_identities = state["identities"]
     differences = [Difference(*entry) for entry in config.diff_recipes(state["recipe"], original_recipe)]
     differences = _with_one_line_for_lora(differences)
+    _refuse_other_method(differences, start)
+    method.check_state(state["method"])
+    models = model_keys(original_recipe.method)
+    same_content = _keys_with_same_content(differences, saved_identities, identities, models)
+    differences += _changed_identities(saved_identities, identities)
+    if _has_same_packing(rows.get("train"), method, _without_keys(differences, same_content)):
+        same_content.add("data.packing")
+    mismatch = None
+    if tensor_difference is not None:
+        mismatch = _explain_mismatch(start, tensor_difference, _without_keys(differences, same_content))
+    details = _changed_data_files(state, rows)
+    return check_changes(differences, allow_changes, same_content, models, mismatch, details)
+
+
+def _refuse_other_method(differences: Sequence[Difference], start: Start) -> None:
+    """Raise UserError if the saved run has another method."""
     for key, old, new in differences:
         if key == "method":
             raise UserError(
@@ -370,25 +386,35 @@ def compare(
                 "new run, never a resume, whatever checkpoint.allow_changes names. To start it from these weights, "
                 f"set checkpoint.init_from={start.path}, checkpoint.resume=auto and another run.name"
             )
-    method.check_state(state["method"])
-    models = model_keys(original_recipe.method)
-    same_content = _keys_with_same_content(differences, saved, identities, models)
-    for key, new in identities.items():
+
+
+def _changed_identities(saved: Mapping[str, str], found: Mapping[str, str]) -> list[Difference]:
+    """Return the digests of files that are not those of the saved run. Digests that it did not save are left out."""
+    changed = []
+    for key, new in found.items():
         if key in saved and saved[key] != new:
-            differences.append(Difference(key, saved[key], new))
-    unexplained = [difference for difference in differences if difference.key not in same_content]
-    if _has_same_packing(rows.get("train"), method, unexplained):
-        same_content.add("data.packing")
-    details = {}
+            changed.append(Difference(key, saved[key], new))
+    return changed
+
+
+def _without_keys(differences: Sequence[Difference], keys: Collection[str]) -> list[Difference]:
+    """Return the differences of all keys but `keys`."""
+    return [difference for difference in differences if difference.key not in keys]
+
+
+def _changed_data_files(state: Mapping[str, Any], rows: Mapping[str, Rows]) -> dict[str, list[str]]:
+    """Return lines on the changed data files, by the key of their split's digest.
+
+    Args:
+        state: The content of the checkpoint's state.json.
+        rows: Rows by split, as far as they were read.
+    """
+    lines_by_key = {}
     for split, key in DIGEST_OF_SPLIT.items():
         if split in rows:
             saved_files = state.get("data_files", {}).get(split)  # older versions did not save them
-            details[key] = _changed_files(saved_files, rows[split].samples.file_digests)
-    misfit = None
-    if unfit is not None:
-        unexplained = [difference for difference in differences if difference.key not in same_content]
-        misfit = _misfit(start, unfit, unexplained)
-    return guard(differences, allow_changes, same_content, models, misfit, details)
+            lines_by_key[key] = _changed_files(saved_files, rows[split].samples.file_digests)
+    return lines_by_key
 
 
 def _keys_with_same_content(
@@ -473,12 +499,12 @@ def _with_one_line_for_lora(differences: list[Difference]) -> list[Difference]:
     return differences
 
 
-def _misfit(start: Start, unfit: str, differences: Sequence[Difference]) -> Misfit | None:
+def _explain_mismatch(start: Start, tensor_difference: str, differences: Sequence[Difference]) -> TensorMismatch | None:
     """Return the changed keys because of which the recipe trains other tensors, with advice.
 
     Args:
         start: The start of the run.
-        unfit: How the trained tensors differ from those of the checkpoint.
+        tensor_difference: The first difference between the trained tensors and those of the checkpoint.
         differences: The differences of the recipes.
 
     Returns:
@@ -493,12 +519,12 @@ def _misfit(start: Start, unfit: str, differences: Sequence[Difference]) -> Misf
             settings.append(setting)
     if not keys:
         return None
-    return Misfit(
-        tuple(keys),
-        f"No resume allows {' and '.join(keys)} to change here: {unfit}. Set {' and '.join(settings)} back, or "
-        f"continue from these weights in a new run: `dtrain export {start.path} OUT`, then model.path=OUT, "
-        "checkpoint.resume=auto and another run.name",
+    advice = (
+        f"No resume allows {' and '.join(keys)} to change here: {tensor_difference}. Set {' and '.join(settings)} "
+        f"back, or continue from these weights in a new run: `dtrain export {start.path} OUT`, then model.path=OUT, "
+        "checkpoint.resume=auto and another run.name"
     )
+    return TensorMismatch(tuple(keys), advice)
 
 
 def _without_location(sources: list[dict[str, Any]] | None) -> list[dict[str, Any]]:

@@ -25,7 +25,7 @@ from dtrain.recipe.world import MAX_AUTO_BATCH, MIN_STEPS_PER_EPOCH, replace_key
 from dtrain.training.host import DryHost
 from dtrain.training.inputs import RunInputs, World
 from dtrain.training.model_facts import ModelFacts
-from dtrain.training.preflight import shapes
+from dtrain.training.preflight import shape_problems
 from dtrain.training.registry import build_method
 from dtrain.training.setup import model as model_setup
 from dtrain.training.setup import sizes as sizes_setup
@@ -121,7 +121,7 @@ def resolve_step(
     for key, _ in build_method(recipe).other_models():
         pending_downloads.append(key)
     inputs = RunInputs.of(recipe, World(world_size, device_type, is_local=False), pending_downloads)
-    found = [*shapes(inputs.recipe, world_size), *problems]
+    found = [*shape_problems(inputs.recipe, world_size), *problems]
     if found:
         raise RecipeError(found)
     precision = choose_precision(recipe.train.dtype, device_type, recipe.train.masters)

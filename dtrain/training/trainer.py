@@ -54,7 +54,7 @@ from dtrain.training import metrics, resume
 from dtrain.training.directory import ABOUT, DATA
 from dtrain.training.eval_sets import better_function
 from dtrain.training.metrics.records import read_rows
-from dtrain.training.preflight import shapes
+from dtrain.training.preflight import shape_problems
 from dtrain.training.resume import Start
 from dtrain.training.spec import ResolvedRun, resolve
 from dtrain.training.summary import BuiltRun, closing_lines, describe_run, opening_lines
@@ -77,14 +77,14 @@ def train(recipe: Recipe, runtime: Runtime) -> None:
         runtime: This rank.
 
     Raises:
-        RecipeError: Before any work, with every problem that `preflight.shapes` finds.
+        RecipeError: Before any work, with every problem that `preflight.shape_problems` finds.
         UserError: If the run cannot start or continue, for a reason that the user can remove.
         Stopped: If a signal ended the run in order.
 
     Collectives:
         Every rank of the run calls this.
     """
-    problems = shapes(recipe, runtime.world_size)
+    problems = shape_problems(recipe, runtime.world_size)
     if problems:
         raise RecipeError(problems)
     train_checked(recipe, runtime)

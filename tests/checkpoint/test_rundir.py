@@ -16,7 +16,7 @@ import pytest
 from dtrain.base.errors import UserError
 from dtrain.base.files import atomic_write_text
 from dtrain.launch.start import validate
-from dtrain.training.directory import RunDirectory, guard
+from dtrain.training.directory import Difference, RunDirectory, check_changes
 from tests.running import metrics, run, trajectory
 from tests.tiny import tiny_recipe, write_rows
 
@@ -113,17 +113,17 @@ def test_model_files_are_kept(tmp_path):
 
 
 CHANGES = [
-    ("train.steps", 10, 20),
-    ("data.num_workers", 0, 2),
-    ("optimizer.lr", 1e-5, 2e-5),
-    ("data.fingerprint", "aa", "bb"),
-    ("scheduler.name", "cosine", None),
+    Difference("train.steps", 10, 20),
+    Difference("data.num_workers", 0, 2),
+    Difference("optimizer.lr", 1e-5, 2e-5),
+    Difference("data.fingerprint", "aa", "bb"),
+    Difference("scheduler.name", "cosine", None),
 ]
 
 
 def test_guarded_changes_are_refused_together_and_the_override_is_named():
     with pytest.raises(UserError) as caught:
-        guard(CHANGES, [])
+        check_changes(CHANGES, [])
     message = str(caught.value)
     assert "optimizer.lr: 1e-05 -> 2e-05" in message and "data.fingerprint: aa -> bb" in message
     assert "checkpoint.allow_changes=[optimizer.lr,data.fingerprint]" in message
@@ -131,27 +131,27 @@ def test_guarded_changes_are_refused_together_and_the_override_is_named():
 
 
 def test_what_tensors_are_kept_in_is_not_offered():
-    kept = [("optimizer.state", "int8", "float32"), ("train.masters", "float32", "bfloat16")]
+    kept = [Difference("optimizer.state", "int8", "float32"), Difference("train.masters", "float32", "bfloat16")]
     with pytest.raises(UserError, match="set optimizer.state=int8 and train.masters=float32 back") as caught:
-        guard([*CHANGES, *kept], ["optimizer", "data", "train"])
+        check_changes([*CHANGES, *kept], ["optimizer", "data", "train"])
     assert "allow_changes" not in str(caught.value) and "optimizer.lr" not in str(caught.value)
     with pytest.raises(UserError, match=r"allow_changes=\[optimizer.lr,data.fingerprint\]"):
-        guard([*CHANGES, *kept], [])
-    for change in (("optimizer.name", "adamw", "muon"), ("train.dtype", "float32", "float64")):
+        check_changes([*CHANGES, *kept], [])
+    for change in (Difference("optimizer.name", "adamw", "muon"), Difference("train.dtype", "float32", "float64")):
         with pytest.raises(UserError, match=f"set {change[0]}={change[1]} back") as caught:
-            guard([change], ["optimizer", "train"])
+            check_changes([change], ["optimizer", "train"])
         assert "allow_changes" not in str(caught.value)
-    assert guard([("train.dtype", "float32", "bfloat16")], []) == ["train.dtype: float32 -> bfloat16"]
+    assert check_changes([Difference("train.dtype", "float32", "bfloat16")], []) == ["train.dtype: float32 -> bfloat16"]
 
 
 def test_named_changes_pass_and_are_printed():
-    lines = guard(CHANGES, ["optimizer", "data.fingerprint"])
+    lines = check_changes(CHANGES, ["optimizer", "data.fingerprint"])
     assert len(lines) == 5 and lines[0] == "train.steps: 10 -> 20" and lines[4] == "scheduler.name: cosine -> null"
     with pytest.raises(UserError, match="optimizer.lr"):
-        guard(CHANGES, ["optimizer.l", "data"])
+        check_changes(CHANGES, ["optimizer.l", "data"])
     for key in ("model.path", "run.seed", "tokenizer"):
         with pytest.raises(UserError, match=key):
-            guard([(key, 1, 2)], [])
+            check_changes([Difference(key, 1, 2)], [])
 
 
 def test_null_refuses_a_used_directory(tmp_path):

@@ -18,7 +18,7 @@ from dtrain.models.common.config import ModelConfig
 from dtrain.parallel.size_checks import check_model_mesh
 from dtrain.recipe import Recipe, Sizes
 from dtrain.recipe.world import MAX_AUTO_BATCH, replace_keys
-from dtrain.training.preflight import shapes
+from dtrain.training.preflight import shape_problems
 from dtrain.training.step_spec import StepSpec, config_of, resolve_step
 
 
@@ -154,7 +154,7 @@ def ready(recipe: Recipe) -> Recipe:
 
 def problems(recipe: Recipe, world_size: int) -> list[Problem]:
     """Return the mistakes of a recipe on a number of ranks, except for memory and for files that only a run reads."""
-    return [*shapes(recipe, world_size), *_unplanned_problems(recipe)]
+    return [*shape_problems(recipe, world_size), *_unplanned_problems(recipe)]
 
 
 def _unplanned_problems(recipe: Recipe) -> list[Problem]:

@@ -320,18 +320,24 @@ def _compare(
     Collectives:
         One broadcast.
     """
-    unfit = host.ranks.run_on_first(lambda: _find_misfit(start, meta))
+    tensor_difference = host.ranks.run_on_first(lambda: _find_tensor_difference(start, meta))
     allowed = inputs.original_recipe.checkpoint.allow_changes
     if host.is_dry:
         unread = [key for key, digest_key in resume.DIGEST_OF_LOCATION.items() if digest_key not in identities]
         unread += [key for key in model_keys(sizes.recipe.method) if key not in identities]
         allowed = [*allowed, *unread]
     return resume.compare(
-        inputs.original_recipe, start, identities, data.rows, sizes.method, allow_changes=allowed, unfit=unfit
+        inputs.original_recipe,
+        start,
+        identities,
+        data.rows,
+        sizes.method,
+        allow_changes=allowed,
+        tensor_difference=tensor_difference,
     )
 
 
-def _find_misfit(start: Start, meta: MetaModel | None) -> str | None:
+def _find_tensor_difference(start: Start, meta: MetaModel | None) -> str | None:
     """Describe the first difference between the run's trained tensors and those of the start; None without one.
 
     Rank 0 only.
