@@ -430,23 +430,16 @@ class Scorer:
         """
         micro_batch = batch if isinstance(batch, MicroBatch) else MicroBatch(batch)
         self._observer.forward_begins(batch)
-        has_document_mask = self._needs_document_mask(batch)
-        has_positions = has_document_mask or self.mesh.cp.size() > 1 or not _counts_from_zero(batch)
-        document_count = num_documents(batch)
         _check_routed_experts(batch, self.model)
-
-        full = {**batch, "document_ids": document_ids(batch)}
-        settings = self.model.adapters
-        if adapters and settings is not None and settings.dropout and self.model.training:
-            full["dropout_tokens"] = settings.dropout_tokens(batch, step)
-        if self.mesh.cp.size() > 1:
-            full = shard_streams(full, self.mesh.cp, keep=micro_batch.per_row)
+        document_count = num_documents(batch)
+        host_streams = self._select_streams(micro_batch, adapters, step)
         # Counted on the host, where it costs no synchronisation. Under cp these are this rank's tokens.
-        num_real_tokens = int((full["seq_ids"] != PADDING_SEQ_ID).sum())
-        local = _to_device(full, self.device)
+        num_real_tokens = int((host_streams["seq_ids"] != PADDING_SEQ_ID).sum())
+        local = _to_device(host_streams, self.device)
 
         # Streams that only the model reads are removed from `local`, so a loss does not see them.
         replayed_experts = local.pop("routed_experts", None)
+        dropout_tokens = local.pop("dropout_tokens", None)
         routing = None
         if self.model.routing is not None:
             routing = MicroBatchRouting(
@@ -457,14 +450,8 @@ class Scorer:
                 balance=balance,
                 record=RoutingRecord() if record is None else record,
             )
-        packing = self._packing(batch, has_document_mask) if self.model.model.takes_packing else None
-        micro_batch_context = MicroBatchContext(
-            position_ids=local["position_ids"] if has_positions else None,
-            seq_ids=local["seq_ids"] if has_document_mask else None,
-            packing=packing,
-            images=self._images(micro_batch.images, local),
-            routing=routing,
-            adapters=_adapter_context(adapters, local.pop("dropout_tokens", None)),
+        micro_batch_context = self._build_context(
+            micro_batch, local, routing, _adapter_context(adapters, dropout_tokens)
         )
         inputs = ModelInputs(local["input_ids"], micro_batch_context)
 
@@ -478,6 +465,48 @@ class Scorer:
         result = self.model.with_head(at_head, inputs.input_ids, inputs.context)
         self._observer.forward_ends()
         return result
+
+    def _select_streams(self, micro_batch: MicroBatch, adapters: bool, step: int) -> Batch:
+        """Return this rank's part of every stream on the host, [n, S/cp, ..]. No collective.
+
+        The streams are those of the batch, `document_ids`, and `dropout_tokens` if adapters with dropout are trained.
+        """
+        streams = {**micro_batch, "document_ids": document_ids(micro_batch)}
+        settings = self.model.adapters
+        if adapters and settings is not None and settings.dropout and self.model.training:
+            streams["dropout_tokens"] = settings.dropout_tokens(micro_batch, step)
+        if self.mesh.cp.size() > 1:
+            streams = shard_streams(streams, self.mesh.cp, keep=micro_batch.per_row)
+        return streams
+
+    def _build_context(
+        self,
+        micro_batch: MicroBatch,
+        local: Batch,
+        routing: MicroBatchRouting | None,
+        adapters: AdapterContext | None,
+    ) -> MicroBatchContext:
+        """Build the context of a micro-batch, and remove the streams of images from `local`.
+
+        Args:
+            micro_batch: Full rows on the host.
+            local: This rank's part of every stream, on the device.
+            routing: The routing of a mixture of experts.
+            adapters: The context of the adapters.
+
+        Collectives:
+            Those of `_images`.
+        """
+        has_document_mask = self._needs_document_mask(micro_batch)
+        has_positions = has_document_mask or self.mesh.cp.size() > 1 or not _counts_from_zero(micro_batch)
+        return MicroBatchContext(
+            position_ids=local["position_ids"] if has_positions else None,
+            seq_ids=local["seq_ids"] if has_document_mask else None,
+            packing=self._packing(micro_batch, has_document_mask) if self.model.model.takes_packing else None,
+            images=self._images(micro_batch.images, local),
+            routing=routing,
+            adapters=adapters,
+        )
 
     def _needs_document_mask(self, batch: Batch) -> bool:
         """Check whether attention or routing needs the document of each token.

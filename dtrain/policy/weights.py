@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from itertools import product
 from math import prod
-from typing import Any
+from typing import Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -45,6 +45,16 @@ WEIGHT_GROUP = "weights"
 MEETING_TIMEOUT = timedelta(minutes=5)
 
 
+class WeightGroup(Protocol):
+    """A process group of `join_weight_group`: torch's `ProcessGroupGloo` or `ProcessGroupNCCL`.
+
+    torch's stubs leave out the collectives of these classes.
+    """
+
+    def broadcast(self, tensor: Tensor, root: int) -> dist.Work:
+        """Broadcast a tensor in place."""
+
+
 class WeightSender:
     """Sends the full weights of a model.
 
@@ -61,13 +71,14 @@ class WeightSender:
     def __init__(self, model: CausalLM, sharding: Sharding, rank: int, device: torch.device, dtype: torch.dtype):
         self._model, self._sharding = model, sharding
         self._rank, self._device, self._dtype = rank, device, dtype
+        self._receivers: WeightGroup | None = None  # on rank 0, after `init_collective`
         self._ipc_dtype: torch.dtype | None = None  # after `prepare_weights_for_ipc`
-        self.close()
+        self._shared: dict[str, Tensor] = {}  # the tensors of the handles that were returned last
 
     def close(self) -> None:
         """Leave the process group of `init_collective`, and free shared weights."""
-        self._receivers: Any = None  # their process group, on rank 0, after `init_collective`
-        self._shared: dict[str, Tensor] = {}
+        self._receivers = None
+        self._shared = {}
 
     def prepare_refit_info(self, dtype: torch.dtype | None = None) -> WeightInfo:
         """Return shape and dtype of the tensors that will be sent, by name and in order. No collective.
@@ -247,7 +258,7 @@ def join_weight_group(
     *,
     name: str = WEIGHT_GROUP,
     wait: timedelta = MEETING_TIMEOUT,
-) -> Any:
+) -> WeightGroup:
     """Build a process group that is independent of the run's own, and unknown to torch.distributed's functions.
 
     Rank 0 listens at ip:port. gloo also listens, on each rank, at this host's own address in that network. The prefixes
@@ -282,12 +293,12 @@ def join_weight_group(
     if device.type == "cuda":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = wait
-        return dist.ProcessGroupNCCL(store, rank, world_size, options)
+        return cast(WeightGroup, dist.ProcessGroupNCCL(store, rank, world_size, options))
     gloo = dist.ProcessGroupGloo
     options = gloo._Options()  # type: ignore[attr-defined]  # torch's stub calls it Options
     options._timeout = wait
     options._devices = [gloo.create_device(hostname=own_address) if own_address else gloo.create_default_device()]
-    return dist.ProcessGroupGloo(store, rank, world_size, options)
+    return cast(WeightGroup, dist.ProcessGroupGloo(store, rank, world_size, options))
 
 
 def split_into_buckets(info: Mapping[str, tuple[torch.Size, torch.dtype]], max_bytes: int) -> list[list[str]]:

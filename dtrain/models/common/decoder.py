@@ -492,48 +492,82 @@ class Decoder(Stack):
     def _masks_by_type(
         self, positions: Tensor, input_ids: Tensor, context: MicroBatchContext, dtype: torch.dtype
     ) -> dict[str, Any]:
-        """Return the kernel's form of the mask of each layer type. None with a cache, except in linear attention."""
-        config, kernel, packing, seq_ids = self.config, self.kernel, context.packing, context.seq_ids
+        """Return the kernel's form of the mask of each layer type. None with a cache, except in linear attention.
+
+        Collectives:
+            Those of `_gather_keys`.
+        """
         num_rows, length = input_ids.shape
-        image_ends = None if context.images is None else context.images.ends
-        has_cache = context.cache is not None
-
-        # Positions and documents of all keys. They are not needed for rows of one document on one cp rank, where plain
-        # causal attention is right.
-        keys = None
-        has_documents = seq_ids is not None
-        if not has_cache and (has_documents or kernel.is_context_parallel or image_ends is not None):
-            # A packing describes causal documents only, so images that see to their ends need the tensors.
-            keys = kernel.keys(positions, seq_ids, packing if image_ends is None else None)
-
+        keys = self._gather_keys(positions, context)
         masks: dict[str, Any] = {}
-        for kind in dict.fromkeys(config.layer_types):
+        for kind in dict.fromkeys(self.config.layer_types):
             if kind == LINEAR:
                 masks[kind] = self.linear_mask(context, length)
-                continue
-            if has_cache:
+            elif context.cache is not None:
                 masks[kind] = None
-                continue
-            window = config.sliding_window if kind == SLIDING else None
-            sees_image_ends = image_ends is not None and kind in config.bidirectional_types
-            uses_packing = packing is not None and kernel.takes_packing and not sees_image_ends
-            if keys is not None and not uses_packing:
-                key_positions, key_documents = keys
-                visibility = Visibility(
-                    length,
-                    key_positions.shape[1],
-                    window,
-                    positions,
-                    key_positions,
-                    seq_ids,
-                    key_documents,
-                    num_rows,
-                    query_ends=image_ends if sees_image_ends else None,
-                )
             else:
-                visibility = Visibility(length, length, window, rows=num_rows, packing=packing)
-            masks[kind] = kernel.prepare(visibility, dtype, input_ids.device)
+                visibility = self._visibility(kind, positions, num_rows, length, context, keys)
+                masks[kind] = self.kernel.prepare(visibility, dtype, input_ids.device)
         return masks
+
+    def _gather_keys(self, positions: Tensor, context: MicroBatchContext) -> tuple[Tensor, Tensor | None] | None:
+        """Return positions and documents of all keys, as `Kernel.keys`. None if no mask needs them.
+
+        They are not needed for rows of one document on one cp rank, where plain causal attention is right, and not with
+        a cache.
+
+        Collectives:
+            Under context parallel, one all-gather of positions and documents, unless the kernel reads the packing.
+        """
+        if context.cache is not None:
+            return None
+        has_documents = context.seq_ids is not None
+        sees_image_ends = context.images is not None and context.images.ends is not None
+        if not (has_documents or self.kernel.is_context_parallel or sees_image_ends):
+            return None
+        # A packing describes causal documents only, so images that see to their ends need the tensors.
+        packing = None if sees_image_ends else context.packing
+        return self.kernel.keys(positions, context.seq_ids, packing)
+
+    def _visibility(
+        self,
+        kind: str,
+        positions: Tensor,
+        num_rows: int,
+        length: int,
+        context: MicroBatchContext,
+        keys: tuple[Tensor, Tensor | None] | None,
+    ) -> Visibility:
+        """Return the mask of a layer type.
+
+        Args:
+            kind: The layer type.
+            positions: Positions of the queries, [B or 1, S].
+            num_rows: B.
+            length: S.
+            context: The micro-batch.
+            keys: Positions and documents of all keys, from `_gather_keys`.
+        """
+        config, packing = self.config, context.packing
+        window = config.sliding_window if kind == SLIDING else None
+        image_ends = None
+        if context.images is not None and kind in config.bidirectional_types:
+            image_ends = context.images.ends
+        uses_packing = packing is not None and self.kernel.takes_packing and image_ends is None
+        if keys is None or uses_packing:
+            return Visibility(length, length, window, rows=num_rows, packing=packing)
+        key_positions, key_documents = keys
+        return Visibility(
+            length,
+            key_positions.shape[1],
+            window,
+            positions,
+            key_positions,
+            context.seq_ids,
+            key_documents,
+            num_rows,
+            query_ends=image_ends,
+        )
 
     def linear_mask(self, context: MicroBatchContext, length: int) -> "LinearMask | None":
         """Return the mask of linear attention over rows of `length` tokens, in a family that has such layers."""
