@@ -46,6 +46,7 @@ from dtrain.recipe.schema import Train
 
 if TYPE_CHECKING:
     from dtrain.attention.linear.flash import FlashDelta
+    from dtrain.attention.varlen import VarlenKernel
     from dtrain.models.vision.common import VisionTower
 
 
@@ -278,40 +279,65 @@ def choose_attention(
     from dtrain.attention.varlen import VarlenKernel
 
     kernel = VarlenKernel()
-    is_exchanged = recipe.parallel.cp > 1
-
-    def check_on_this_rank(is_later: bool) -> str | None:
-        for shape in config.attention_shapes(recipe.parallel.tp):
-            problem = varlen.check_varlen(
-                kernel.flash,
-                **shape,
-                dtype=precision.compute,
-                device=device,
-                exchange=recipe.parallel.cp_rotate if is_exchanged else None,
-                is_later=is_later,
-            )
-            if problem is not None:
-                return problem
-        return None
 
     def check_on_all_ranks(is_later: bool) -> str | None:
-        return _first_problem(ranks.gather_results(lambda: check_on_this_rank(is_later)))
+        problems = ranks.gather_results(
+            lambda: _find_varlen_problem(kernel, recipe, config, precision, device, is_later)
+        )
+        return _first_problem(problems)
 
     problem, kernel.note = varlen.choose_version(device, check_on_all_ranks, ranks)
     if problem is None:
         return kernel
     if recipe.model.attention == "varlen":
         raise UserError(f"model.attention=varlen: {problem}; set model.attention=auto or sdpa")
-    needs_mask = is_exchanged or recipe.data.packing or SLIDING in config.layer_types
-    if longest > MAX_MASKED_ROW_LENGTH and needs_mask:
-        length = recipe.data.max_length
-        packed = f", packed into rows of {longest}" if longest > length else ""
-        raise UserError(
-            f"data.max_length={length}{packed}: {problem}. Without it such rows need a mask of {longest} × {longest}: "
-            f"set data.max_length={MAX_MASKED_ROW_LENGTH * length // longest} or less, or use a torch and a GPU that "
-            "have the kernel. model.attention=sdpa computes these rows in parts, which is slow"
-        )
+    _refuse_long_mask(recipe, config, longest, problem)
     return SdpaKernel(note=problem)
+
+
+def _find_varlen_problem(
+    kernel: "VarlenKernel",
+    recipe: PolicyConfig,
+    config: ModelConfig,
+    precision: Precision,
+    device: torch.device,
+    is_later: bool,
+) -> str | None:
+    """Return a problem of `VarlenKernel` with the model's shapes on this rank. None if it is correct. No collective.
+
+    `is_later` is that of `varlen.check_varlen`. The other arguments are those of `choose_attention`.
+    """
+    from dtrain.attention import varlen  # only on CUDA
+
+    exchange = recipe.parallel.cp_rotate if recipe.parallel.cp > 1 else None
+    for shape in config.attention_shapes(recipe.parallel.tp):
+        problem = varlen.check_varlen(
+            kernel.flash, **shape, dtype=precision.compute, device=device, exchange=exchange, is_later=is_later
+        )
+        if problem is not None:
+            return problem
+    return None
+
+
+def _refuse_long_mask(recipe: PolicyConfig, config: ModelConfig, longest: int, problem: str) -> None:
+    """Raise UserError if rows need a mask and are too long for one.
+
+    Args:
+        recipe: The recipe.
+        config: Config of the model.
+        longest: Tokens of the longest row.
+        problem: Why `VarlenKernel`, which needs no mask, cannot be used.
+    """
+    needs_mask = recipe.parallel.cp > 1 or recipe.data.packing or SLIDING in config.layer_types
+    if longest <= MAX_MASKED_ROW_LENGTH or not needs_mask:
+        return
+    length = recipe.data.max_length
+    packed = f", packed into rows of {longest}" if longest > length else ""
+    raise UserError(
+        f"data.max_length={length}{packed}: {problem}. Without it such rows need a mask of {longest} × {longest}: "
+        f"set data.max_length={MAX_MASKED_ROW_LENGTH * length // longest} or less, or use a torch and a GPU that "
+        "have the kernel. model.attention=sdpa computes these rows in parts, which is slow"
+    )
 
 
 class DeltaChoice(NamedTuple):
