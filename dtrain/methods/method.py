@@ -341,6 +341,10 @@ class Method:
         """Check whether the loss compares with a reference."""
         return False
 
+    def reference_interval(self) -> int | None:
+        """Return the steps between two moves of the reference towards the policy. None if it does not move."""
+        return None
+
     def keeps_reference_weights(self) -> bool:
         """Check whether the weights of the reference stay on the devices next to the policy's."""
         return self.needs_reference()
@@ -560,6 +564,9 @@ class MethodWithReference(Method):
     @property
     def _reference_moves(self) -> bool:
         return self.needs_reference() and self.section.sync_every is not None
+
+    def reference_interval(self) -> int | None:
+        return self.section.sync_every
 
     @property
     def required_start_weights(self) -> str | None:

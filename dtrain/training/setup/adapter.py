@@ -36,9 +36,8 @@ def check_keys(inputs: RunInputs) -> list[Problem]:
     problems = _check_expressions(section) + _check_embedding_and_head(section) + _check_trained_weights(recipe)
     if section.quantize == "nf4":
         problems += _check_nf4(recipe)
-    # The section of a method without a reference has no `sync_every`.
     key = f"{recipe.method}.sync_every"
-    sync_every = getattr(getattr(recipe, recipe.method, None), "sync_every", None)
+    sync_every = inputs.method.reference_interval()
     if sync_every is not None:
         text = (
             f"{key}={sync_every} averages the weights of policy and reference, and the average of two adapters is no "
