@@ -308,9 +308,9 @@ def _interface_to(host: str, port: int) -> str | None:
 def allow_open_files() -> None:
     """Raise the limit of open files, because gloo has a connection to every other rank in each group."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(MAX_OPEN_FILES, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    num_files = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(MAX_OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < num_files:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (num_files, hard))
 
 
 @contextmanager
@@ -334,22 +334,22 @@ def first_failure_reported(
         raise
     except BaseException as error:
         report = Report.of(error, rank_info.rank, recipe)
-        lost = _lost_connection(error)
-        own_failure = f"rank {rank_info.rank} on {report.host} failed: {report.reason}"
-        if lost is not None:
-            own_failure = f"rank {rank_info.rank} on {report.host} lost another rank: {lost}"
-        failure = _first_failure(store, own_failure, _claim_delay(rank_info, error, lost))
+        connection_error = _find_connection_error(error)
+        rank_failure = f"rank {rank_info.rank} on {report.host} failed: {report.reason}"
+        if connection_error is not None:
+            rank_failure = f"rank {rank_info.rank} on {report.host} lost another rank: {connection_error}"
+        failure = _first_failure(store, rank_failure, _claim_delay(rank_info, error, connection_error))
         message = f"{failure}. {newest_checkpoint(recipe.run.directory)}"
         if terminal is not None:
             os.write(terminal, f"dtrain: {message}\n".encode())
         if rank_info.rank == 0 and not rank_info.agent_store:
             time.sleep(STORE_SECONDS)  # the others read the reason from the store, which ends with this process
-        if failure != own_failure or lost is not None:
+        if failure != rank_failure or connection_error is not None:
             raise ServiceUnavailable(message) from error
         raise
 
 
-def _lost_connection(error: BaseException) -> str | None:
+def _find_connection_error(error: BaseException) -> str | None:
     """Return torch's message about a broken connection to another rank, or None for any other error."""
     text = first_line(error)
     if isinstance(error, dist.DistError):
@@ -359,28 +359,28 @@ def _lost_connection(error: BaseException) -> str | None:
     return None
 
 
-def _claim_delay(rank_info: RankInfo, error: BaseException, lost: str | None) -> float:
+def _claim_delay(rank_info: RankInfo, error: BaseException, connection_error: str | None) -> float:
     """Return the delay in seconds before a rank claims that it failed first.
 
     A lost connection is a consequence, so its claim comes later than other claims.
     """
     if rank_info.rank == 0 and isinstance(error, UserError):
         return 0.0  # all ranks may have found the same mistake: rank 0 shows it
-    return CLAIM_SECONDS if lost is None else 2 * CLAIM_SECONDS
+    return CLAIM_SECONDS if connection_error is None else 2 * CLAIM_SECONDS
 
 
-def _first_failure(store: dist.Store, own_failure: str, delay: float) -> str:
-    """Write `own_failure` to the store if no rank has written a failure yet. Return the failure that is stored.
+def _first_failure(store: dist.Store, rank_failure: str, delay: float) -> str:
+    """Write `rank_failure` to the store if no rank has written a failure yet. Return the failure that is stored.
 
     Args:
         store: The store of the rendezvous.
-        own_failure: Description of this rank's failure. It is returned if the store is not reachable any more.
+        rank_failure: Description of this rank's failure. It is returned if the store is not reachable any more.
         delay: Seconds to wait before writing.
     """
     time.sleep(delay)
     # compare_set with "" as the expected value writes only if the key does not exist, and returns the stored value.
-    claim = _in_thread(partial(store.compare_set, "failure", "", own_failure))
+    claim = _in_thread(partial(store.compare_set, "failure", "", rank_failure))
     with suppress(dist.DistError, RuntimeError):  # the store is gone if its host is the one that failed
         if wait([claim], STORE_SECONDS).done:
             return claim.result().decode()
-    return own_failure
+    return rank_failure

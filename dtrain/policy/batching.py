@@ -188,8 +188,8 @@ def check_batch(batch: Mapping[str, Any], dp: DeviceMesh, vocab_size: int) -> Ch
         max_rows = int(largest[0])
         streams_agree = bool(largest[1] == -largest[2])
     if not streams_agree:
-        mine = RankStreams(problem, num_rows, specs)
-        problem, specs = _resolve(Ranks(dp.get_group()).gather_results(lambda: mine))
+        local_streams = RankStreams(problem, num_rows, specs)
+        problem, specs = _resolve(Ranks(dp.get_group()).gather_results(lambda: local_streams))
     if problem is not None:
         raise ValueError(problem)
 

@@ -491,11 +491,11 @@ def _changed_files(saved: Mapping[str, str] | None, found: Mapping[str, str]) ->
 def _with_one_line_for_lora(differences: list[Difference]) -> list[Difference]:
     """Merge the keys of `lora` into one difference if only one of the two recipes has the section."""
     of_lora = [difference for difference in differences if difference.key.startswith("lora.")]
-    others = [difference for difference in differences if not difference.key.startswith("lora.")]
+    other_differences = [difference for difference in differences if not difference.key.startswith("lora.")]
     if of_lora and all(old is None for _, old, _ in of_lora):
-        return [Difference("lora", None, "an adapter"), *others]
+        return [Difference("lora", None, "an adapter"), *other_differences]
     if of_lora and all(new is None for _, _, new in of_lora):
-        return [Difference("lora", "an adapter", None), *others]
+        return [Difference("lora", "an adapter", None), *other_differences]
     return differences
 
 

@@ -392,8 +392,10 @@ class Trainer:
         self.evaluate(step, is_last)
         if is_last or not self.patience.is_exhausted:
             return is_last
-        most, field = self.patience.max_misses, self.patience.name
-        self.metrics.say(f"step {step}  {field} was not better {most} times in a row: train.patience ends the run")
+        max_misses, field = self.patience.max_misses, self.patience.name
+        self.metrics.say(
+            f"step {step}  {field} was not better {max_misses} times in a row: train.patience ends the run"
+        )
         return self.measure(step, True)  # a last step may have further validations and evaluations
 
     def validate(self, step: int) -> None:

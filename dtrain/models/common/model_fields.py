@@ -140,19 +140,19 @@ class ModelFields(Fields):
             fixed: Whether the family fixes the types, so that the field must equal the default.
             kinds: Types that the family has.
         """
-        written = self.get("layer_types")
-        if written is None:
+        entries = self.get("layer_types")
+        if entries is None:
             return tuple(default)
-        if not isinstance(written, list) or not all(kind in kinds for kind in written):
-            self.add_problem(f"layer_types {format_value(written)}: entries must be {' or '.join(kinds)}")
-        elif len(written) != count:
-            self.add_problem(f"layer_types has {len(written)} entries for num_hidden_layers {count}")
-        elif fixed and written != default:
+        if not isinstance(entries, list) or not all(kind in kinds for kind in entries):
+            self.add_problem(f"layer_types {format_value(entries)}: entries must be {' or '.join(kinds)}")
+        elif len(entries) != count:
+            self.add_problem(f"layer_types has {len(entries)} entries for num_hidden_layers {count}")
+        elif fixed and entries != default:
             self.add_problem(
-                f"layer_types {format_value(written)}: in this architecture every layer is {default[0]} here"
+                f"layer_types {format_value(entries)}: in this architecture every layer is {default[0]} here"
             )
         else:
-            return tuple(written)
+            return tuple(entries)
         return tuple(default)
 
     def read_experts(
@@ -180,17 +180,17 @@ class ModelFields(Fields):
             None if there are no experts, or no sparse layers.
         """
         # The number of experts has two names.
-        written = {}
+        counts = {}
         for key in ("num_local_experts", "num_experts"):
             if key in self:
-                written[key] = self.integer(key, num_experts, minimum=0)
-        if len(set(written.values())) > 1:
+                counts[key] = self.integer(key, num_experts, minimum=0)
+        if len(set(counts.values())) > 1:
             self.add_problem(
-                f"num_local_experts {written['num_local_experts']} and num_experts {written['num_experts']} are two "
+                f"num_local_experts {counts['num_local_experts']} and num_experts {counts['num_experts']} are two "
                 "names of one number"
             )
-        if written:
-            num_experts = list(written.values())[0]
+        if counts:
+            num_experts = list(counts.values())[0]
         else:
             num_experts = self.integer("num_experts", num_experts, minimum=0)
         top_k = self.integer(top_key, top_k)

@@ -120,15 +120,15 @@ def read_rope(
         kinds: Kinds of scaling that the family has.
         sections: The family's default of mrope_section. None in a family with one axis.
     """
-    written = fields.get("rope_parameters")
-    written = fields.get("rope_scaling") or written or {}
+    rope_object = fields.get("rope_parameters")
+    rope_object = fields.get("rope_scaling") or rope_object or {}
     theta = read_theta(fields, "rope_theta", 10_000.0)
     original_max_positions = fields.optional_integer("original_max_position_embeddings")
     rotary_fraction = _read_fraction(fields, rotary_fraction)
     rope = read_rope_object(
         fields,
         "rope_parameters",
-        written,
+        rope_object,
         theta,
         max_positions,
         kinds,
@@ -137,7 +137,7 @@ def read_rope(
         scales_queries,
     )
     if sections is not None:
-        rope = replace(rope, sections=_read_sections(fields, written, sections))
+        rope = replace(rope, sections=_read_sections(fields, rope_object, sections))
     rotated = int(head_dim * rope.rotary_fraction)
     if rope.kind == "longrope" and len(rope.pair_factors) != rotated // 2:
         fields.add_problem(
@@ -215,7 +215,7 @@ def read_theta(fields: Fields, key: str, default: float) -> float:
 def read_rope_object(
     fields: Fields,
     where: str,
-    written: Any,
+    rope_object: Any,
     theta: float,
     max_positions: int,
     kinds: tuple[str, ...],
@@ -228,7 +228,7 @@ def read_rope_object(
     Args:
         fields: Fields of the model, to which problems are added.
         where: Key of the object in problems.
-        written: The object.
+        rope_object: The object.
         theta: Base if the object has none.
         max_positions: Longest document.
         kinds: Kinds of scaling that the family has.
@@ -236,14 +236,14 @@ def read_rope_object(
         rotary_fraction: As in `read_rope`.
         scales_queries: As in `read_rope`.
     """
-    if not isinstance(written, dict):
-        fields.add_problem(f"{where} {format_value(written)} is no object")
+    if not isinstance(rope_object, dict):
+        fields.add_problem(f"{where} {format_value(rope_object)} is no object")
         return Rope()
-    inner = Fields(written, fields.problems, prefix=where + ".")
+    inner = Fields(rope_object, fields.problems, prefix=where + ".")
     inner.ignore("type", "original_max_position_embeddings")
     inner.ignore("mrope_section", "mrope_interleaved")  # read by `_read_sections`
-    kind = inner.get("rope_type") or written.get("type") or "default"
-    if kind == "mrope" and "mrope_section" in written:
+    kind = inner.get("rope_type") or rope_object.get("type") or "default"
+    if kind == "mrope" and "mrope_section" in rope_object:
         kind = "default"
     if kind == "su" and "longrope" in kinds:  # its first name
         kind = "longrope"
@@ -294,14 +294,14 @@ def _read_yarn(fields: Fields, factor: float, length: int) -> dict[str, Any]:
         "beta_slow": fields.number("beta_slow", 1.0, allow_zero=True) or 1.0,
         "truncate": fields.flag("truncate", True),
     }
-    written = fields.optional_number("attention_factor")
+    attention_factor = fields.optional_number("attention_factor")
     mscale = fields.optional_number("mscale", allow_zero=True)
     mscale_all_dim = fields.optional_number("mscale_all_dim", allow_zero=True)
     if mscale and mscale_all_dim:
         inferred = _yarn_magnitude(factor, mscale) / _yarn_magnitude(factor, mscale_all_dim)
     else:
         inferred = _yarn_magnitude(factor, 1.0)
-    values["table_scale"] = inferred if written is None else written
+    values["table_scale"] = inferred if attention_factor is None else attention_factor
     weight = fields.get("mscale_all_dim")
     values["score_scale"] = _yarn_magnitude(factor, weight) if is_number(weight) else 1.0
     return values
@@ -321,16 +321,16 @@ def _read_longrope(fields: Fields, factor: float, length: int) -> dict[str, Any]
     long_factors = _read_factors(fields, "long_factor")
     if len(long_factors) != len(short_factors):
         fields.add_problem("short_factor and long_factor are not of one length")
-    written = fields.optional_number("attention_factor")
+    attention_factor = fields.optional_number("attention_factor")
     inferred = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(max(length, 2)))
-    return {"pair_factors": short_factors, "table_scale": inferred if written is None else written}
+    return {"pair_factors": short_factors, "table_scale": inferred if attention_factor is None else attention_factor}
 
 
 def _read_factors(fields: Fields, key: str) -> tuple[float, ...]:
     """Read a list of LongRoPE's divisors."""
-    written = fields.get(key)
-    numbers = written if isinstance(written, list) else [written]
+    value = fields.get(key)
+    numbers = value if isinstance(value, list) else [value]
     if not all(is_number(number) and 0 < number <= 1e6 for number in numbers):
-        fields.add_problem(f"{key} {format_value(written)}: must be a list of numbers above 0 and at most 1e+06")
+        fields.add_problem(f"{key} {format_value(value)}: must be a list of numbers above 0 and at most 1e+06")
         return ()
     return tuple(map(float, numbers))
