@@ -4,6 +4,7 @@ import ast
 import importlib
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 from xml.etree.ElementTree import fromstring
@@ -39,6 +40,7 @@ PROMISED = (
     "docs/coming-from.md",
     "docs/metrics.md",
     "docs/models.md",
+    "docs/python.md",
     "docs/real.md",
     "docs/recipe.md",
     "docs/traps.md",
@@ -87,6 +89,9 @@ def test_every_command_runs(path, model, tmp_path):
     for block in found.blocks:
         if block.language == "python" and (name := re.match(r"# (\w+\.py)\n", block.text)):
             (tmp_path / name[1]).write_text(block.text + "\n")
+    for link in found.links:
+        if link.startswith("examples/"):
+            shutil.copy(ROOT / "docs" / link, tmp_path)
     try:
         for command in found.commands:
             try:

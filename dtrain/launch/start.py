@@ -33,7 +33,8 @@ def launch(recipe: Recipe | Callable[[], Recipe], train: Train | None = None, pl
 
     Args:
         recipe: The recipe, or a function that loads it.
-        train: Function that trains. None: `dtrain.training.trainer.train_checked`.
+        train: Function that trains, `train(recipe, runtime)`, called on every rank. It may have its own data, so
+            `data` and `train.steps` are not required then. None: `dtrain.training.trainer.train_checked`.
         plan: Starts the computation of the run's plan in the background, if metrics.plan asks for one. Must be a
             module-level function, because worker processes import it.
 
@@ -51,7 +52,7 @@ def launch(recipe: Recipe | Callable[[], Recipe], train: Train | None = None, pl
         recipe = resolve_nproc(recipe() if callable(recipe) else recipe)
         rank_info = read_rank_info(os.environ, recipe.launch.num_processes)
         world_size = rank_info.world_size if rank_info else recipe.launch.num_processes
-        recipe = _with_checked_model(recipe, world_size)
+        recipe = _with_checked_model(recipe, world_size, has_own_loop=train is not None)
     except UserError as problem:
         # Other ranks may be waiting for this one, so the problem is raised on all of them.
         rank_info = rank_info or read_rank_info(os.environ, 1)
@@ -127,17 +128,30 @@ def _start(recipe: Recipe, rank_info: RankInfo | None, train: Train | None, plan
     run_in_place(RunJob(recipe, _num_threads(rank_info.local_world_size, cores_per_task), train, plan), rank_info)
 
 
-def _with_checked_model(recipe: Recipe, world_size: int) -> Recipe:
+def _with_checked_model(recipe: Recipe, world_size: int, has_own_loop: bool) -> Recipe:
     """Check a recipe, and download its model if necessary. Return the recipe with the path of the local model.
+
+    Args:
+        recipe: The recipe.
+        world_size: Number of processes.
+        has_own_loop: Whether a function of the user trains. It reads the model and the mesh of the recipe. The checks
+            leave out the data and the length of the run.
 
     Raises:
         RecipeError: With all problems of the recipe.
     """
+
+    def find_problems() -> list[Problem]:
+        if not has_own_loop:
+            return preflight(recipe, world_size)
+        problems = preflight(recipe, world_size, until="models")
+        return [problem for problem in problems if not problem.is_missing or problem.key == "model.path"]
+
     recipe = with_local_model(recipe)
-    problems = preflight(recipe, world_size)
+    problems = find_problems()
     if not problems and missing_problems(recipe):
         recipe = with_local_model(recipe, fetch=True)
-        problems = preflight(recipe, world_size)
+        problems = find_problems()
     if problems:
         raise RecipeError(problems)
     return recipe

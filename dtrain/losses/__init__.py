@@ -28,7 +28,7 @@ from dtrain.losses.head.vocabulary import HeadInput, VocabShard
 from dtrain.losses.head.weighted_sum import TokenSums, token_loss_sums, weighted_logprob_sum
 from dtrain.losses.logits.groups import (
     AllGatherCPTensor,
-    _get_tokens_on_this_cp_rank,
+    _get_tokens_on_this_cp_rank as _get_tokens_on_this_cp_rank,
     allgather_cp_sharded_tensor,
     cp_shift_next,
     group_all_reduce_sum,
@@ -40,8 +40,8 @@ from dtrain.losses.logits.logprob import (
     ChunkedDistributedLogprob,
     DistributedCrossEntropy,
     DistributedLogprob,
-    _compute_distributed_log_softmax,
-    _compute_distributed_softmax,
+    _compute_distributed_log_softmax as _compute_distributed_log_softmax,
+    _compute_distributed_softmax as _compute_distributed_softmax,
     vocab_parallel_log_softmax,
 )
 from dtrain.losses.logits.next_token import (
@@ -105,9 +105,6 @@ __all__ = [
     "TopkKlSums",
     "TrainingSamplingParams",
     "VocabShard",
-    "_compute_distributed_log_softmax",
-    "_compute_distributed_softmax",
-    "_get_tokens_on_this_cp_rank",
     "advantages",
     "all_to_all_sq2vp",
     "all_to_all_vp2sq",

@@ -16,10 +16,10 @@ parallelize              NeMo-RL's functions, for models on a user's own meshes
 from dtrain.parallel.parallelize import (
     PARALLIZE_FUNCTIONS,
     RotaryEmbedParallel,
-    _parallelize_gemma3,
-    _parallelize_llama,
-    _parallelize_model,
-    _parallelize_qwen,
+    _parallelize_gemma3 as _parallelize_gemma3,
+    _parallelize_llama as _parallelize_llama,
+    _parallelize_model as _parallelize_model,
+    _parallelize_qwen as _parallelize_qwen,
     to_local_if_dtensor,
 )
 from dtrain.parallel.placement import clip_grad_by_total_norm_, get_grad_norm
@@ -27,10 +27,6 @@ from dtrain.parallel.placement import clip_grad_by_total_norm_, get_grad_norm
 __all__ = [
     "PARALLIZE_FUNCTIONS",
     "RotaryEmbedParallel",
-    "_parallelize_gemma3",
-    "_parallelize_llama",
-    "_parallelize_model",
-    "_parallelize_qwen",
     "clip_grad_by_total_norm_",
     "get_grad_norm",
     "to_local_if_dtensor",

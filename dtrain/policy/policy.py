@@ -44,7 +44,7 @@ from dtrain.models.common.routing import BalanceLoss, RoutingRecord, RoutingTota
 from dtrain.models.read_config import read_config
 from dtrain.optim.update import Updater
 from dtrain.parallel.fsdp import Sharding
-from dtrain.parallel.mesh import Mesh, Runtime
+from dtrain.parallel.mesh import Mesh, Runtime, build_mesh, init_one_process_group
 from dtrain.policy.batching import (
     Batching,
     Fixed,
@@ -64,9 +64,9 @@ from dtrain.policy.reference import Reference
 from dtrain.policy.results import StepCounts, StepObserver, StepResult, Totals, UpdateResult
 from dtrain.policy.score import LogprobSource, Loss, Scorer
 from dtrain.policy.weights import WeightSender
-from dtrain.recipe.schema import Lora, Model
+from dtrain.recipe.schema import Lora, Model, Recipe
 from dtrain.recipe.schema import Optimizer as OptimizerSection
-from dtrain.recipe.world import replace_auto
+from dtrain.recipe.world import derive_sizes, replace_auto
 
 if TYPE_CHECKING:
     from dtrain.losses import TrainingSamplingParams
@@ -173,6 +173,34 @@ class Policy:
             self.checkpoint.keep_base_reference()
             if self.options.materialize:
                 self._read_adapter(recipe.lora.path)
+
+    @classmethod
+    def from_recipe(cls, recipe: Recipe, runtime: Runtime) -> "Policy":
+        """Build the policy of a recipe on the mesh of its section `parallel`, for a training loop of your own.
+
+        Args:
+            recipe: The recipe. Only its sections on the model, the mesh and the optimizer are read.
+            runtime: This rank, as `dtrain.run(..., train=...)` passes it.
+
+        Raises:
+            UserError: If the model cannot be read.
+            ValueError: If the mesh does not fit the number of ranks.
+
+        Collectives:
+            Creates the mesh's process groups, and those of `build.build_model`.
+
+        Example:
+            def train(recipe, runtime):
+                policy = Policy.from_recipe(recipe, runtime)
+                policy.init_optimizer(total_steps=100)
+
+            dtrain.run("sft", ["model.path=Qwen/Qwen3-0.6B", "launch.nproc=2"], train=train)
+        """
+        if runtime.world_size == 1:
+            init_one_process_group(runtime.device.type)
+        sizes = derive_sizes(recipe, runtime.world_size)
+        mesh = build_mesh(runtime, **sizes.shape, ep=sizes.ep)
+        return cls(recipe, read_config(recipe.model.directory), mesh, runtime)
 
     def another(
         self,
