@@ -10,8 +10,7 @@ from tokenizers import AddedToken
 
 from dtrain.recipe.schema import Recipe
 from tests.data.images.makers import PUBLISHED, TEXTS, encoded, picture
-from tests.data.makers import byte_level, write_jsonl
-from tests.data.makers import save as save_tokenizer
+from tests.data.makers import byte_level, save as save_tokenizer, write_jsonl
 from tests.models.oracle import _gemma, _qwen3_5, randomise, save
 from tests.models.test_vision_models import CASES, SECTIONS
 from tests.models.towers import _qwen_vl

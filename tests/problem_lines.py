@@ -4,8 +4,7 @@ from collections.abc import Iterable
 
 from dtrain.base.errors import Problem
 from dtrain.recipe import Recipe
-from dtrain.training import hub_files
-from dtrain.training import preflight as checking
+from dtrain.training import hub_files, preflight as checking
 from dtrain.training.registry import build_method
 
 

@@ -6,12 +6,13 @@ Inside of the context, torch's scaled_dot_product_attention exchanges keys and v
 is checked against one process.
 """
 
-import dtrain
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+
+import dtrain
 
 VOCAB, WIDTH, HEADS, LENGTH = 50, 32, 4, 64
 

@@ -5,9 +5,10 @@
 No rank holds all logits. The result is checked against the same computation on one tensor.
 """
 
-import dtrain
 import torch
 import torch.distributed as dist
+
+import dtrain
 
 BATCH, LENGTH, VOCAB = 2, 16, 1001  # the vocabulary need not be divisible by the number of ranks
 

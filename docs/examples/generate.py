@@ -6,8 +6,9 @@ python generate.py runs/my-run
 import sys
 from pathlib import Path
 
-import dtrain
 import torch
+
+import dtrain
 
 PROMPTS = ["What is 3 + 4?", "Name a colour."]
 

@@ -7,8 +7,9 @@ The numbers are the same on every mesh, for example with launch.nproc=1.
 
 import sys
 
-import dtrain
 import torch
+
+import dtrain
 
 STEPS = 20
 GLOBAL_BATCH = 8

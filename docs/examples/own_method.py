@@ -7,9 +7,10 @@
 
 from dataclasses import dataclass
 
-import dtrain
 import torch
 import torch.nn.functional as F
+
+import dtrain
 
 
 @dataclass

@@ -7,8 +7,9 @@ The reward is the share of even token ids, so that the example needs no data. Th
 
 import sys
 
-import dtrain
 import torch
+
+import dtrain
 from dtrain.recipe.schema import Optimizer
 
 STEPS, SAMPLES, NEW_TOKENS, CLIP, IGNORED = 20, 8, 8, 0.2, -100

@@ -25,8 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtrain import __version__
-from dtrain import recipe as config
+from dtrain import __version__, recipe as config
 from dtrain.base.errors import UserError
 from dtrain.base.hardware import DeviceFacts, free_host_memory, total_memory
 from dtrain.launch.devices import (

@@ -19,8 +19,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from dtrain.base.compiled import CompiledFunction
-from dtrain.base.compiled import missing_compiler_reason as compiler_obstacle
+from dtrain.base.compiled import CompiledFunction, missing_compiler_reason as compiler_obstacle
 from dtrain.memory.activation_checkpointing import UNCOMPILED_CONTEXTS, checkpoint_selectively
 from dtrain.models.common.decoder import Attention, CausalLM, Layer
 from dtrain.recipe.schema import Train

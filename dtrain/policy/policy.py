@@ -64,8 +64,7 @@ from dtrain.policy.reference import Reference
 from dtrain.policy.results import StepCounts, StepObserver, StepResult, Totals, UpdateResult
 from dtrain.policy.score import LogprobSource, Loss, Scorer
 from dtrain.policy.weights import WeightSender
-from dtrain.recipe.schema import Lora, Model, Recipe
-from dtrain.recipe.schema import Optimizer as OptimizerSection
+from dtrain.recipe.schema import Lora, Model, Optimizer as OptimizerSection, Recipe
 from dtrain.recipe.world import derive_sizes, replace_auto
 
 if TYPE_CHECKING:

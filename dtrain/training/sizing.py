@@ -15,8 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from dtrain import models
-from dtrain import recipe as config
+from dtrain import models, recipe as config
 from dtrain.base.errors import UserError
 from dtrain.base.hardware import DeviceFacts
 from dtrain.checkpoint.huggingface.safetensor_files import weight_files

@@ -32,9 +32,7 @@ from dtrain.training.host import Host
 from dtrain.training.inputs import RunInputs, World
 from dtrain.training.metrics import Recorder
 from dtrain.training.resume import Start
-from dtrain.training.setup import data as data_setup
-from dtrain.training.setup import model as model_setup
-from dtrain.training.setup import outputs, schedule, sizes, start
+from dtrain.training.setup import data as data_setup, model as model_setup, outputs, schedule, sizes, start
 from dtrain.training.setup.data import DataFacts
 from dtrain.training.setup.model import MetaModel
 

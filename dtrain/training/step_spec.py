@@ -27,8 +27,7 @@ from dtrain.training.inputs import RunInputs, World
 from dtrain.training.model_facts import ModelFacts
 from dtrain.training.preflight import shape_problems
 from dtrain.training.registry import build_method
-from dtrain.training.setup import model as model_setup
-from dtrain.training.setup import sizes as sizes_setup
+from dtrain.training.setup import model as model_setup, sizes as sizes_setup
 from dtrain.training.setup.data import DataFacts, images_of_first_rows
 
 if TYPE_CHECKING:

@@ -24,8 +24,7 @@ from dtrain.training import eval_sets
 from dtrain.training.metrics import Recorder, records
 from dtrain.training.metrics.terminal import plot, shorten_to_line
 from dtrain.training.model_facts import count_weights
-from dtrain.training.setup import schedule as scheduling
-from dtrain.training.setup import sizes as sizing
+from dtrain.training.setup import schedule as scheduling, sizes as sizing
 from dtrain.training.sizing import MACHINE
 from dtrain.training.spec import RunSpec
 

@@ -240,8 +240,7 @@ def test_nf4_runs_are_merged_into_what_they_computed_with(tmp_path):
 
 def test_an_adapter_of_a_base_that_is_in_4_bits(tmp_path):
     from dtrain.adapters.nf4 import dequantize
-    from tests.adapters.test_nf4 import base as make_base
-    from tests.adapters.test_nf4 import stored_as_bitsandbytes
+    from tests.adapters.test_nf4 import base as make_base, stored_as_bitsandbytes
 
     floats = make_base(tmp_path)
     base, held = stored_as_bitsandbytes(floats, tmp_path / "bnb", True)

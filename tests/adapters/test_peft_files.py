@@ -11,8 +11,7 @@ from safetensors.torch import load_file, save_file
 
 pytest.importorskip("peft")
 
-from dtrain import models
-from dtrain import recipe as config
+from dtrain import models, recipe as config
 from dtrain.adapters.config import AdapterConfig
 from dtrain.adapters.lora import build_with_adapters
 from dtrain.base.errors import UserError

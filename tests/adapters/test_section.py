@@ -6,8 +6,7 @@ import pytest
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel
 
-from dtrain import models
-from dtrain import recipe as config
+from dtrain import models, recipe as config
 from dtrain.adapters.config import AdapterConfig
 from dtrain.adapters.lora import add_adapters
 from dtrain.base.errors import RecipeError, UserError

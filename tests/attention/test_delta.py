@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dtrain.attention.linear import chunks as delta_chunks
-from dtrain.attention.linear import layer as delta
+from dtrain.attention.linear import chunks as delta_chunks, layer as delta
 from dtrain.attention.linear.flash import FlashDelta
 from dtrain.attention.linear.layer import LinearMask, causal_conv, conv_step, delta_step, gated_delta, last_window
 from dtrain.memory.activation_checkpointing import STORED

@@ -7,8 +7,7 @@ import pytest
 from dtrain.base.errors import RecipeError, UserError
 from dtrain.launch.start import validate
 from tests.methods import test_distill, test_kto, test_on_policy, test_reward
-from tests.methods.test_dpo_runs import recipe_of as dpo
-from tests.methods.test_dpo_runs import rows_of
+from tests.methods.test_dpo_runs import recipe_of as dpo, rows_of
 from tests.running import run
 from tests.tiny import tiny_grpo, tiny_recipe
 

@@ -5,9 +5,7 @@ import json
 import pickle
 
 import pytest
-from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, normalizers, pre_tokenizers
-from tokenizers import models as kinds
+from tokenizers import Tokenizer as Backend, decoders, models as kinds, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from dtrain.base.errors import UserError

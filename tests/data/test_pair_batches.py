@@ -14,8 +14,7 @@ from dtrain.base.errors import UserError
 from dtrain.commands.preview import preview
 from dtrain.data.formats.encoder import Encoder
 from dtrain.data.formats.pairs import SAME_TOKENS, PairEncoder
-from dtrain.data.rows import cache
-from dtrain.data.rows import rows as rows_module
+from dtrain.data.rows import cache, rows as rows_module
 from dtrain.data.rows.cache import Source, open_cache
 from dtrain.data.rows.rows import Batches, Cursor, Rows
 from dtrain.data.sources.sources import open_rows

@@ -8,8 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dtrain import models
-from dtrain import recipe as config
+from dtrain import models, recipe as config
 from dtrain.attention.context import GatherKernel
 from dtrain.attention.kernels import SdpaKernel
 from dtrain.memory.compilation import compile_layers, recomputes_layers

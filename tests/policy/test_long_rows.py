@@ -9,9 +9,7 @@ import torch
 
 from dtrain import models
 from dtrain.attention.kernels import GroupedKernel
-from dtrain.memory import activation_offload as offload
-from dtrain.memory import compilation as compiling
-from dtrain.memory import tiles
+from dtrain.memory import activation_offload as offload, compilation as compiling, tiles
 from dtrain.memory.activation_checkpointing import checkpoint_activations
 from dtrain.models.common.micro_batch import MicroBatchContext
 from tests.policy.test_compile import by_aot_eager, forget_compiled

@@ -244,8 +244,7 @@ def test_sdpa_chooses_by_the_card(capability, expected):
 def kernels_are_the_cpus(rank):
     """Each of SDPA's kernels against the CPU's in float64, forward and backward."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
-    from torch.nn.functional import rms_norm
-    from torch.nn.functional import scaled_dot_product_attention as sdpa
+    from torch.nn.functional import rms_norm, scaled_dot_product_attention as sdpa
 
     draw = torch.Generator().manual_seed(3)
     parts = [torch.randn(2, 3, 9, 16, generator=draw).bfloat16() for _ in range(4)]

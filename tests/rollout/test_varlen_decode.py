@@ -4,8 +4,7 @@ log-probabilities, fewer launches and keys read, fewer graphs; and the proof bef
 import pytest
 import torch
 
-from dtrain.inference import engine as engine_module
-from dtrain.inference import varlen_decode
+from dtrain.inference import engine as engine_module, varlen_decode
 from dtrain.inference.cached_attention import Decode
 from dtrain.inference.engine import Engine
 from dtrain.inference.kv_cache import KeyValues

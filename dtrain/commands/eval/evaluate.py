@@ -32,10 +32,10 @@ from dtrain.rl.evaluation import (
     Report,
     ScoredAnswer,
     any_prompt_has_images,
+    evaluate as answer_and_judge,
     open_judges,
     prepare_questions,
 )
-from dtrain.rl.evaluation import evaluate as answer_and_judge
 from dtrain.rl.rewards.columns import RewardKeys, missing_column_problems
 from dtrain.rl.rewards.scoring import nan_to_none
 from dtrain.training.directory import DATA

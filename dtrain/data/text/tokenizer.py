@@ -33,8 +33,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tokenizers import AddedToken, Encoding
-from tokenizers import Tokenizer as Backend
+from tokenizers import AddedToken, Encoding, Tokenizer as Backend
 
 from dtrain.base.errors import UserError
 from dtrain.base.json_files import LARGE_FILE_BYTES, read_json, read_text

@@ -23,12 +23,12 @@ from dtrain.data.sources.files import (
     detect_formats,
     file_kind,
     files_to_copy,
+    find_files as find_files,
     is_dataset_id,
     source_entries,
     source_paths,
     uncached_datasets,
 )
-from dtrain.data.sources.files import find_files as find_files
 from dtrain.data.sources.hub import DatasetPart
 from dtrain.data.sources.sources import open_file_checks, open_rows
 from dtrain.data.text.dropped_text import ALLOW_DROPPED_TEXT_KEY, DROPPED_TEXT_FIX

@@ -13,8 +13,7 @@ from dtrain.data.formats.encoder import resolve_prompts_as
 from dtrain.data.formats.formats import detect_format
 from dtrain.data.formats.prompts import normalise_prompt
 from dtrain.data.sources import columns
-from dtrain.data.sources.files import detect_formats, first_row, parse_row, read_chunks
-from dtrain.data.sources.files import find_files as find_files
+from dtrain.data.sources.files import detect_formats, find_files as find_files, first_row, parse_row, read_chunks
 from dtrain.data.sources.sources import image_reader
 from dtrain.inference.request import SamplingParams
 from dtrain.recipe.rollouts import Reward

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import torch
 import transformers as hf
-from tokenizers import AddedToken, Regex, Tokenizer, normalizers, pre_tokenizers
-from tokenizers import models as kinds
+from tokenizers import AddedToken, Regex, Tokenizer, models as kinds, normalizers, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer, get_gguf_tokenizer
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint

@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 from PIL import Image
-from tokenizers import Tokenizer as Backend
-from tokenizers import models, pre_tokenizers
+from tokenizers import Tokenizer as Backend, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
