@@ -93,10 +93,10 @@ def test_fused_where_it_is_and_kwargs_win():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"name": "adamww"}, r"optimizer\.name=adamww is unknown; did you mean adam"),
+        ({"name": "adamww"}, r"optimizer\.name=adamww is unknown\. Did you mean adam"),
         ({"name": "lion"}, r"optimizer\.name=lion is unknown\. Known: adamw, adam, sgd, adafactor"),
         ({"name": "no_such_package.Lion"}, r"optimizer\.name=no_such_package\.Lion cannot be imported"),
-        ({"name": "torch.optim.Lion"}, r"cannot be imported"),
+        ({"name": "torch.optim.Lion"}, r"torch\.optim has no Lion"),
         ({"kwargs": {"momentum": 1}}, r"refuses its settings.*momentum.*optimizer\.kwargs"),
         ({"lr": -1.0}, r"optimizer\.name=adamw refuses its settings: Invalid learning rate"),
         ({"name": "math.sqrt"}, r"optimizer\.name=math\.sqrt"),
@@ -279,7 +279,7 @@ def test_a_resumed_schedule_goes_on_exactly(section, at):
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        (schema.Scheduler(name="cosin"), r"scheduler\.name=cosin is unknown; did you mean cosine\?"),
+        (schema.Scheduler(name="cosin"), r"scheduler\.name=cosin is unknown\. Did you mean cosine\?"),
         (schema.Scheduler(name="cosine", kwargs={"cycles": 2}), r"scheduler\.kwargs: cosine does not know cycles"),
         (schema.Scheduler(name="torch.optim.lr_scheduler.StepLR"), r"refuses its settings: .*step_size"),
         (schema.Scheduler(name="torch.optim.lr_scheduler.ReduceLROnPlateau"), r"needs metrics at every step"),

@@ -29,6 +29,8 @@ from dtrain.base.processes import import_search_path
 from dtrain.base.ranges import closest_name
 
 GROUP = "dtrain.plugins"
+REWARDS_KEY = "rewards"
+"""The key of rewards: an entry point `rewards.short` adds the reward `short` to `grpo.rewards` and all other lists."""
 
 
 @cache
@@ -75,12 +77,23 @@ def split_import_path(path: str) -> tuple[str, str]:
     return module, name
 
 
+def registered_path(name: str, key: str) -> str:
+    """Return the import path that an installed package registers for a name. Other names are returned unchanged.
+
+    Example:
+        >>> registered_path("my_losses:focal", "sft.loss")
+        'my_losses:focal'
+    """
+    return plugins(key).get(name, name)
+
+
 def import_object(path: str, key: str, known: Iterable[str] = ()) -> Any:
     """Import the object that a recipe names.
 
     Args:
         path: Its import path, or a name that an installed package registers for `key`.
-        key: Key of the recipe, which errors name.
+        key: Key of the recipe, which errors name. The index of an entry is not part of a plugin's key: "scheduler.name"
+            has the plugins of "scheduler[0].name".
         known: Names that dtrain itself has for the key, which errors suggest.
 
     Raises:
@@ -90,23 +103,22 @@ def import_object(path: str, key: str, known: Iterable[str] = ()) -> Any:
         >>> import_object("math:sqrt", "sft.loss")
         <built-in function sqrt>
     """
-    registered = plugins(key)
+    registered = plugins(re.sub(r"\[\d+\]", "", key))
     import_path = registered.get(path, path)
     if not is_import_path(import_path):
         names = [*known, *registered]
         near = closest_name(path, names)
-        hint = (
-            f"Did you mean {near}?"
-            if near
-            else f"Use {', '.join(names)}, or an import path such as package.module:Name."
-        )
-        raise UserError(f"{key}={path} is unknown. {hint}")
+        hint = f" Did you mean {near}?" if near else ""
+        choices = ", ".join([*names, "an import path such as package.module:Name"])
+        raise UserError(f"{key}={path} is unknown.{hint} Known: {choices}")
     module_name, name = split_import_path(import_path)
     sys.path[:] = import_search_path()
     try:
         module = import_module(module_name)
     except ImportError as error:
         raise UserError(f"{key}={path} cannot be imported: {error}. Its package must be on PYTHONPATH") from error
+    except SyntaxError as error:
+        raise UserError(f"{key}={path} cannot be imported: {error.filename}:{error.lineno}: {error.msg}") from error
     if not hasattr(module, name):
         near = closest_name(name, vars(module))
         hint = f"Did you mean {module_name}:{near}?" if near else "Check the name after the module."

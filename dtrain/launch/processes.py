@@ -14,7 +14,6 @@ An attempt ends when all ranks have ended, or when one has ended with an error. 
 saved together with the others, ends with status 0 and a report of the kind "stopped".
 """
 
-import importlib
 import json
 import logging
 import os
@@ -22,7 +21,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +32,7 @@ from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
 from dtrain.base.errors import Stopped, StoppedAtStart, UserError
 from dtrain.base.orphans import end_with_parent
+from dtrain.base.plugins import import_object
 from dtrain.launch.devices import choose_device
 from dtrain.launch.exits import (
     LAUNCHER_GONE,
@@ -233,7 +233,13 @@ def work(directory: Path, rank_info: RankInfo) -> None:
             copy.unlink()
             if rank_info.rank > 0:
                 redirect_output(open_log(recipe, rank_info.rank))
-            job = RunJob(recipe, settings["threads"], _imported(settings["train"]), _imported(settings["plan"]))
+            train, plan = settings["train"], settings["plan"]
+            job = RunJob(
+                recipe,
+                settings["threads"],
+                train=import_object(train, "train") if train else None,
+                plan=import_object(plan, "plan") if plan else None,
+            )
             run_rank(job, rank_info, choose_device(recipe.launch.device, rank_info), stop)
         except BaseException as error:  # the launcher shows it
             # Ranks that stop together end with status 0. Otherwise other ranks may wait for this one: a status other
@@ -249,14 +255,6 @@ def work(directory: Path, rank_info: RankInfo) -> None:
         os._exit(status)  # a normal exit could wait for a process group that only some ranks have joined
 
 
-def _import_path(function: Callable[..., Any] | None) -> list[str] | None:
-    """Return the module and the name of a function, by which another process imports it."""
-    return None if function is None else [function.__module__, function.__qualname__]
-
-
-def _imported(import_path: Sequence[str] | None) -> Any:
-    """Return the function that `_import_path` describes, or None."""
-    if import_path is None:
-        return None
-    module, name = import_path
-    return getattr(importlib.import_module(module), name)
+def _import_path(function: Callable[..., Any] | None) -> str | None:
+    """Return the import path of a function, by which another process imports it."""
+    return None if function is None else f"{function.__module__}:{function.__qualname__}"

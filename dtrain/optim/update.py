@@ -5,7 +5,6 @@ follows the backward of a step: the gradient norm, clipping, the optimizer's ste
 `policy/optimizer.py` builds the optimizer.
 """
 
-import importlib
 import inspect
 import math
 import warnings
@@ -21,7 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, SequentialLR
 
 from dtrain.base.errors import UserError
-from dtrain.base.ranges import closest_name
+from dtrain.base.plugins import import_object
 from dtrain.optim.local_shard import ShardOptimizer, allocate_state
 from dtrain.parallel.fsdp import get_host_masters
 from dtrain.parallel.placement import bytes_of, clip_grads_, grad_norm, local_tensor, nonfinite_names, scale_grads_
@@ -222,7 +221,7 @@ def _maker(section, total_steps: int, key: str) -> Callable[[Optimizer], LRSched
     """Return a function that builds the scheduler of one section, whose key in the recipe is `key`."""
     kwargs = dict(section.kwargs or {})
     if section.name not in SCHEDULES:
-        target = import_named(section.name, f"{key}.name", SCHEDULES)
+        target = import_object(section.name, f"{key}.name", SCHEDULES)
         return lambda optimizer: _construct(optimizer, target, section.name, kwargs, key)
     warmup = section.num_warmup_steps(total_steps)
     decay_steps = total_steps - warmup
@@ -250,31 +249,6 @@ def _construct(optimizer: Optimizer, target: Callable, name: str, kwargs: dict, 
             "use a schedule that depends only on the step"
         )
     return scheduler
-
-
-def import_named(path: str, key: str, names: Iterable[str]) -> Any:
-    """Return the object at an import path `package.module.Name`.
-
-    Args:
-        path: The import path.
-        key: Key of the recipe that has the path, for the error text.
-        names: Names that the key accepts in place of a path, for the error text.
-
-    Raises:
-        UserError: If the path has no dot, or cannot be imported.
-    """
-    module_name, _, attribute = path.rpartition(".")
-    if not module_name:
-        names = list(names)
-        near = closest_name(path, names)
-        hint = f"; did you mean {near}?" if near else "."
-        raise UserError(
-            f"{key}={path} is unknown{hint} Known: {', '.join(names)}, or an import path such as torch.optim.Adagrad"
-        )
-    try:
-        return getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError) as error:
-        raise UserError(f"{key}={path} cannot be imported: {error}") from error
 
 
 @dataclass(eq=False)

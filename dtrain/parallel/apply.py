@@ -16,13 +16,13 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from importlib import import_module
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from dtrain.base.errors import UserError
+from dtrain.base.plugins import import_object
 from dtrain.parallel.tensor import (
     STYLE_MODULES,
     STYLES,
@@ -42,8 +42,8 @@ def find_plan(custom: str | Plan | None, model: ParallelModel) -> Plan:
     """Return the plan that a recipe selects.
 
     Args:
-        custom: A plan, or the import path of a plan or of a function that returns a plan. The function is called with
-            the model if it has a parameter. None: the model's own plan.
+        custom: A plan, or the import path or plugin name of a plan or of a function that returns a plan. The function
+            is called with the model if it has a parameter. None: the model's own plan.
         model: The model.
 
     Raises:
@@ -53,11 +53,7 @@ def find_plan(custom: str | Plan | None, model: ParallelModel) -> Plan:
         return model.plan
     if not isinstance(custom, str):
         return custom
-    module, _, name = custom.rpartition(".")
-    try:
-        plan = getattr(import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UserError(f"parallel.custom_plan={custom}: {error}; give the import path of a plan") from error
+    plan = import_object(custom, "parallel.custom_plan")
     if callable(plan):
         plan = plan(model) if inspect.signature(plan).parameters else plan()
     if not isinstance(plan, Mapping):

@@ -19,8 +19,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from dtrain.base.errors import UserError
+from dtrain.base.plugins import import_object
 from dtrain.optim.local_shard import ShardOptimizer
-from dtrain.optim.update import LossScale, Updater, build_scheduler, import_named, parameter_groups
+from dtrain.optim.update import LossScale, Updater, build_scheduler, parameter_groups
 from dtrain.parallel.placement import local_tensor
 from dtrain.policy.options import BuildOptions, PolicyConfig, Precision
 from dtrain.recipe.schema import Optimizer as OptimizerSection
@@ -217,7 +218,7 @@ def _class_of(name: str, parameters: list[nn.Parameter]) -> Callable[..., Optimi
     """Return the class of a name or an import path, after checking that it can step the parameters."""
     cls: Any = OPTIMIZERS.get(name)
     if cls is None:
-        cls = import_named(name, "optimizer.name", OPTIMIZER_NAMES)
+        cls = import_object(name, "optimizer.name", OPTIMIZER_NAMES)
     if cls in _SPARSE_GRADIENTS_ONLY:
         raise UserError(f"optimizer.name={name} steps sparse gradients only, and these are dense; take adamw")
     if cls in UNSHARDED_ONLY and any(isinstance(parameter, DTensor) for parameter in parameters):

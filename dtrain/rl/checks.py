@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dtrain.base.errors import Problem
+from dtrain.base.plugins import is_import_path
 from dtrain.base.ranges import closest_name, is_number, magnitude_hint
 from dtrain.recipe import spelling
 from dtrain.recipe.rollouts import Reward, RolloutSection
@@ -278,12 +279,12 @@ def reward_problems(listed: Sequence[Reward], rewards_key: str = "grpo.rewards")
             problems.append(Problem(fn_key, f"{fn_key} is missing", fix, is_missing=True))
         elif name in rewards.REWARDS:
             problems += _option_problems(key, name, reward.options if name == "judge" else reward.kwargs)
-        elif not rewards.is_import_path(name):
-            near = spelling.find_dtrain_value("grpo.rewards.fn", name) or closest_name(name, rewards.REWARDS)
+        elif name not in rewards.reward_paths() and not is_import_path(name):
+            near = spelling.find_dtrain_value("grpo.rewards.fn", name) or closest_name(name, rewards.reward_paths())
             if near:
                 hint = f"did you mean {near}?"
             else:
-                hint = f"there are {', '.join(rewards.REWARDS)}, and import paths"
+                hint = f"there are {', '.join(rewards.reward_paths())}, and import paths"
             problems.append(Problem(fn_key, f"{fn_key}={name} is not a reward; {hint}"))
         for option in rewards.JUDGE_OPTIONS:
             if getattr(reward, option) is not None and name != "judge":

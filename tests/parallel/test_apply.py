@@ -193,8 +193,8 @@ def test_where_a_plan_is_found(tmp_path):
     ("path", "message"),
     [
         ("no.such.plan", "No module named 'no'"),
-        ("tests.parallel.test_apply.gone", "no attribute 'gone'"),
-        ("plan", "give the import path"),
+        ("tests.parallel.test_apply.gone", "has no gone"),
+        ("plan", "Known: an import path such as"),
         ("tests.parallel.test_apply.NO_TABLE", "is a int, not a table"),
     ],
 )

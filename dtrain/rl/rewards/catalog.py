@@ -1,15 +1,14 @@
 """The rewards that come with dtrain and their options, and the search for user code by its import path.
 
-A reward is named by a key of `BUILT_IN`, or by an import path, `module.function` or `module:function`. Modules are also
-found in the working directory. Nothing is imported for the search, which reads the source of a module for the name.
-Torch is not imported.
+A reward is named by a key of `BUILT_IN`, by a name that an installed package registers (`base/plugins.py`), or by an
+import path, `module.function` or `module:function`. Modules are also found in the working directory. Nothing is
+imported for the search, which reads the source of a module for the name. Torch is not imported.
 """
 
 import ast
 import importlib
 import importlib.util
 import inspect
-import re
 import symtable
 import sys
 from collections.abc import Mapping, Sequence
@@ -22,6 +21,7 @@ from typing import Any
 
 from dtrain.base.errors import UserError
 from dtrain.base.name_patterns import pattern_error
+from dtrain.base.plugins import REWARDS_KEY, plugins
 from dtrain.base.processes import import_search_path
 from dtrain.base.ranges import NUMBER, Range, closest_name, is_finite
 
@@ -49,12 +49,17 @@ NOT_A_REWARD = (
 """The end of messages about something that is not a reward."""
 
 
+def reward_paths() -> dict[str, str]:
+    """Return the import paths of all rewards with names: those of dtrain, and those of installed packages."""
+    return {**plugins(REWARDS_KEY), **BUILT_IN}
+
+
 def find(name: str, kind: str = "reward") -> tuple[str, str]:
     """Find the function of a reward's name or import path.
 
     Args:
-        name: A name of BUILT_IN, or an import path.
-        kind: Kind of function for messages, such as "tool". Names of BUILT_IN are accepted only for "reward".
+        name: A name of BUILT_IN or of a plugin, or an import path.
+        kind: Kind of function for messages, such as "tool". Names are accepted only for "reward".
 
     Returns:
         (module, function).
@@ -74,7 +79,7 @@ def find(name: str, kind: str = "reward") -> tuple[str, str]:
 
 def find_function_and_file(name: str, kind: str = "reward") -> tuple[str, str, str]:
     """Return (module, function) as `find`, and the file of the module."""
-    known = BUILT_IN if kind == "reward" else {}
+    known = reward_paths() if kind == "reward" else {}
     path = known.get(name, name)
     module, _, function = path.rpartition(":" if ":" in path else ".")
     if not module or not function:
@@ -218,16 +223,6 @@ def _is_from_c_module(spec: ModuleSpec, function: str) -> bool:
     stars = [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.names[0].name == "*"]
     c_modules = [name for name in stars if name and name in sys.builtin_module_names]
     return any(hasattr(importlib.import_module(name), function) for name in c_modules)
-
-
-def is_import_path(name: str) -> bool:
-    """Return whether a name has the form of an import path.
-
-    Example:
-        >>> is_import_path("my_rewards.short"), is_import_path("my_rewards:short"), is_import_path("short")
-        (True, True, False)
-    """
-    return bool(re.fullmatch(r"[^\W\d]\w*(?:\.[^\W\d]\w*)*[.:][^\W\d]\w*", name))
 
 
 # REWARDS reads the options from the modules of the rewards. These modules import the functions above, so everything

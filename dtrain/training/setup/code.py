@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dtrain.base.errors import Problem, UserError
+from dtrain.base.plugins import REWARDS_KEY, is_import_path, plugins, registered_path
 from dtrain.base.ranges import closest_name
 from dtrain.recipe import spelling
 from dtrain.training import eval_sets
@@ -53,18 +54,19 @@ def named_code(inputs: RunInputs) -> list[str]:
 
 
 def unknown_name(key: str, name: str, known: Sequence[str]) -> list[Problem]:
-    """Check that a name is one of `known` or an import path.
+    """Check that a name is one of `known`, a name of a plugin, or an import path.
 
     Args:
         key: The recipe's key, such as "optimizer.name" or "scheduler[0].name".
         name: Its value.
         known: dtrain's own names for it.
     """
-    if name in known or "." in name:
-        return []
-    text = f"{key}={name} is not one of {', '.join(known)}"
     key_without_index = re.sub(r"\[\d+\]", "", key)
-    near = spelling.find_dtrain_value(key_without_index, name) or closest_name(name, known)
+    names = [*known, *plugins(key_without_index)]
+    if name in names or is_import_path(name):
+        return []
+    text = f"{key}={name} is not one of {', '.join(names)}"
+    near = spelling.find_dtrain_value(key_without_index, name) or closest_name(name, names)
     if near:
         return [Problem(key, text, f"Did you mean {near}?")]
     return [Problem(key, f"{text}, nor an import path such as package.module.Class")]
@@ -85,8 +87,11 @@ def _codes(inputs: RunInputs) -> list[NamedCode]:
         named += eval_set.code
     codes = []
     for key, path, kind in named:
-        is_code = isinstance(path, str) and (kind in COMMANDS or "." in path or ":" in path)
-        if is_code:
+        if not isinstance(path, str):
+            continue
+        plugin_key = REWARDS_KEY if kind == "reward" else re.sub(r"\[\d+\]", "", key)
+        path = registered_path(path, plugin_key)
+        if kind in COMMANDS or "." in path or ":" in path:
             codes.append(NamedCode(key, path, kind))
     return codes
 

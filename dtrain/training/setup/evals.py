@@ -9,6 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from dtrain.base.errors import Problem, RecipeError, UserError, problems_in
+from dtrain.base.plugins import is_import_path
 from dtrain.data.formats.encoder import resolve_prompts_as
 from dtrain.data.formats.formats import detect_format
 from dtrain.data.formats.prompts import normalise_prompt
@@ -19,7 +20,7 @@ from dtrain.inference.request import SamplingParams
 from dtrain.recipe.rollouts import Reward
 from dtrain.rl.checks import reward_problems
 from dtrain.rl.evaluation import QuestionOptions, Questions, prepare_questions
-from dtrain.rl.rewards.catalog import BUILT_IN, is_import_path
+from dtrain.rl.rewards.catalog import reward_paths
 from dtrain.rl.rewards.columns import RewardKeys, missing_column_problems
 from dtrain.rl.rewards.math_answers import extract_answer
 from dtrain.training.eval_sets import EvalFacts, EvalSet, default_max_new_tokens, list_eval_sets
@@ -99,7 +100,8 @@ def _check_rows(eval_set: EvalSet, files: Sequence[Path], positions: int | None)
     formats = detect_formats(files, section.format, "prompts", section.columns, f"{eval_set.key}.columns")
     rewards = rewards_of(eval_set, files)
     # `check_keys` reports rewards with unknown names.
-    existing_rewards = [reward for reward in rewards if reward.fn in BUILT_IN or is_import_path(str(reward.fn))]
+    names = reward_paths()
+    existing_rewards = [reward for reward in rewards if reward.fn in names or is_import_path(str(reward.fn))]
     keys = RewardKeys(f"{eval_set.key}.rewards", f"{eval_set.key}.reward_timeout", f"{eval_set.key}.columns")
     for file, format_name in zip(files, formats, strict=True):
         if format_name == "tokenized" and any(reward.fn == "judge" for reward in rewards):
