@@ -58,7 +58,7 @@ TORCH_FREE = """
     dtrain.data.images.files dtrain.data.images.families
 """.split()
 # Packages that import names when they are first used (PEP 562).
-LATE = ["models", "parallel.context"]
+LATE = ["methods", "models", "parallel.context"]
 SFT = """
 import json, sys
 from dtrain import run
@@ -149,7 +149,7 @@ def test_a_plain_sft_run_loads_no_optional_package(tmp_path):
     names = [str(file.relative_to(PACKAGE)) for file in files]
     assert not [name for name in names if name.startswith(NOT_FOR_SFT)]
     of_methods = {name.removeprefix("methods/") for name in names if name.startswith("methods/")}
-    assert of_methods == {"__init__.py", "method.py", "sft.py"}
+    assert of_methods == {"__init__.py", "method.py", "sections.py", "sft.py"}
 
 
 @pytest.mark.parametrize("name", LATE)

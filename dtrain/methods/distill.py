@@ -4,60 +4,26 @@ The tokens are those of the data, or of completions that the student samples its
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 from operator import attrgetter
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dtrain.base.batch import Batch
 from dtrain.base.errors import Problem, UserError
-from dtrain.base.ranges import DIVISOR, FRACTION, UP_TO_1, at_least, format_value
+from dtrain.base.ranges import format_value
 from dtrain.data.model_directory import ModelDirectory
 from dtrain.data.rows.rows import Rows
 from dtrain.losses.head.kl import kl_sum_from_hidden_states
 from dtrain.losses.head.topk import topk_kl_sum_from_hidden_states, topk_logits_from_hidden_states
 from dtrain.methods.method import AttachedModels, Method, RunContext
+from dtrain.methods.sections import Distill
 from dtrain.policy import Policy
 from dtrain.policy.other_models import Teacher
 from dtrain.policy.score import LogprobSource
 from dtrain.recipe.rollouts import Sampling
-
-
-@dataclass
-class Distill:
-    """`distill`: read by method distill."""
-
-    teacher: str | None = None
-    """Required. The directory or hub id of a model with the student's vocabulary, of any size. It is frozen and lies
-    on the same mesh."""
-    top_k: Annotated[
-        int | None, (lambda v: 1 <= v < 2**31, "at least 1, below 2**31, or null for the whole vocabulary")
-    ] = None
-    """Number of the teacher's likeliest tokens that count. null: all, exactly."""
-    kl: Literal["forward", "reverse", "mixed", "jsd"] = "forward"
-    """forward: KL(teacher || student), reverse: KL(student || teacher), mixed: both, jsd: the generalized
-    Jensen-Shannon divergence (arXiv:2306.13649)."""
-    temperature: Annotated[float, DIVISOR] = 1.0
-    """Divides the logits of both; the loss is multiplied by its square."""
-    mixed_kl_weight: Annotated[float, FRACTION] = 0.5
-    """The forward KL's share where `kl` is mixed; the reverse KL has the rest."""
-    jsd_beta: Annotated[float, FRACTION] = 0.5
-    """The teacher's share of the mixture where `kl` is jsd. 0: the forward KL; 1: the reverse KL."""
-    zero_outside_topk: bool = True
-    """With `top_k`. true: the teacher is zero outside its top k, and what the student gives to other tokens counts
-    against it. false: the student too is normalised over the teacher's top k, and free elsewhere."""
-    samples: Literal["data", "student"] = "data"
-    """Whose completions are trained on. student: the data's rows are prompts, as under method grpo, and the student's
-    own answers are what it learns from, drawn as training goes on."""
-    student_share: Annotated[float, (UP_TO_1[0], "more than 0, up to 1; distill.samples=data has none")] = 1.0
-    """The share of a step's samples that the student draws. The rest are the data's."""
-    prompts_per_step: Annotated[int | None, at_least(1, ", or null for those of a step")] = None
-    """Prompts of a rollout, a multiple of train.global_batch. null: as many, so that each step's samples are drawn by
-    the weights of that step."""
-    sampling: Sampling = field(default_factory=Sampling)
-    """Sampling of the student's completions."""
 
 
 class DistillMethod(Method):

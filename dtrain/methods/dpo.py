@@ -22,11 +22,10 @@ import hashlib
 import os
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,7 +42,7 @@ from dtrain.base.batch import (
 )
 from dtrain.base.errors import Problem
 from dtrain.base.json_files import digest
-from dtrain.base.ranges import FRACTION, UP_TO_1, WEIGHT, at_least, format_value, is_number
+from dtrain.base.ranges import format_value, is_number
 from dtrain.base.ranks import Ranks
 from dtrain.data.rows.rows import GlobalBatch, Rows, pack
 from dtrain.losses.preference.losses import (
@@ -54,6 +53,7 @@ from dtrain.losses.preference.losses import (
 )
 from dtrain.losses.preference.options import LOSSES, SFT, over_the_batch, problems
 from dtrain.methods.method import MethodWithReference, RunContext
+from dtrain.methods.sections import Dpo
 from dtrain.policy import Policy
 from dtrain.policy.batching import all_reduce, gather_rows
 from dtrain.policy.score import LogprobSource, Loss
@@ -63,46 +63,6 @@ from dtrain.recipe import spelling
 PAIRS_PER_BATCH = 1024
 
 FIELDS = ("rewards_chosen", "rewards_rejected", "rewards_margin", "accuracy", "pair_weight")
-
-
-@dataclass
-class Dpo:
-    """`dpo`: read by method dpo."""
-
-    loss: str | list[str] = "sigmoid"
-    """A loss's name (dtrain/losses/preference/options.py lists them), or a list with `loss_weights`."""
-    beta: float = 0.1
-    """Strength of the pull towards the reference."""
-    label_smoothing: float = 0.0
-    """The share of preferences that are assumed to be wrong."""
-    reference: str | None = "start"
-    """start: the weights that training starts from; none (also null); base: the model without its adapter (`lora`),
-    even where that was trained before; or the path of a model of the same shapes."""
-    sft_weight: Annotated[float, WEIGHT] = 0.0
-    """Weight of the chosen completions' own negative log-likelihood per token in the loss."""
-    loss_weights: list[float] | None = None
-    """Weights of the names in `loss`, in their order. null: 1 each."""
-    f_divergence: str = "reverse_kl"
-    """The divergence from the reference: reverse_kl | forward_kl | js_divergence | alpha_divergence."""
-    ld_alpha: Annotated[float | None, (FRACTION[0], "from 0 to 1, or null for no weights")] = None
-    """LD-DPO's weight of the tokens beyond the shorter completion. null: off."""
-    use_weighting: bool = False
-    """WPO: a pair's loss is weighted by how likely the policy finds its completions (arXiv:2406.11827)."""
-    precompute: bool = False
-    """The reference scores all data once, before the first step, into the data's cache. After that it takes no memory
-    and no time. This pays where the run sees each pair more than once. These scores come from other batches, so they
-    are rounded otherwise: `accuracy` is a toss-up in the first step, where policy and reference are the same."""
-    sync_every: Annotated[int | None, at_least(1, ", or null for a reference that stands still")] = None
-    """The reference moves towards the policy every so many steps. null: it stands still."""
-    sync_mix: Annotated[float, UP_TO_1] = 0.6
-    """Step of its move: reference = sync_mix · policy + (1 − sync_mix) · reference."""
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    """More options of the losses, such as `{simpo_gamma: 0.5}` for simpo."""
-
-    @property
-    def losses(self) -> list[str]:
-        """The names in `loss`, as a list."""
-        return [self.loss] if isinstance(self.loss, str) else list(self.loss)
 
 
 class PairTotals(NamedTuple):

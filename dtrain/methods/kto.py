@@ -17,10 +17,9 @@ replies, -1 on those of unwanted ones, and 0 on mismatched rows.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,37 +27,17 @@ from torch import Tensor
 from dtrain.base.batch import IGNORE_INDEX, Batch, collate, document_ids, num_documents, trim
 from dtrain.base.errors import Problem, UserError
 from dtrain.base.randomness import random_key
-from dtrain.base.ranges import DIVISOR, UP_TO_1, WEIGHT, at_least
 from dtrain.data.formats.labels import is_desirable
 from dtrain.data.rows.rows import GlobalBatch, Rows, build_row, pack
 from dtrain.losses.preference import formulas
 from dtrain.methods.method import MethodWithReference, RunContext
+from dtrain.methods.sections import Kto
 from dtrain.policy import Policy
 from dtrain.policy.batching import all_reduce
 from dtrain.policy.score import LogprobSource, Loss
 
 # Replies that are checked at the start for whether both kinds occur.
 MAX_CHECKED_REPLIES = 256
-
-
-@dataclass
-class Kto:
-    """`kto`: read by method kto."""
-
-    loss: Literal["kto", "apo_zero_unpaired"] = "kto"
-    """kto: a reply's reward is compared with the divergence from the reference. apo_zero_unpaired: with zero."""
-    beta: Annotated[float, DIVISOR] = 0.1
-    """Strength of the pull towards the reference."""
-    desirable_weight: Annotated[float, WEIGHT] = 1.0
-    """Weight of the replies that are wanted. Where a file has few of them, more than 1 makes up for it."""
-    undesirable_weight: Annotated[float, WEIGHT] = 1.0
-    """Weight of the others."""
-    reference: str = "start"
-    """As `dpo.reference`: start, base, or the path of a model of the same shapes."""
-    sync_every: Annotated[int | None, at_least(1, ", or null for a reference that stands still")] = None
-    """The reference moves towards the policy every so many steps. null: it stands still."""
-    sync_mix: Annotated[float, UP_TO_1] = 0.6
-    """Step of its move: reference = sync_mix · policy + (1 − sync_mix) · reference."""
 
 
 class KtoMethod(MethodWithReference):

@@ -9,9 +9,7 @@ scores are read. For example, with pad_token_id 0:
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
@@ -19,30 +17,17 @@ from torch import Tensor
 
 from dtrain.base.batch import Batch, num_documents
 from dtrain.base.errors import Problem
-from dtrain.base.ranges import WEIGHT
 from dtrain.checkpoint.huggingface.model_files import padding_token
 from dtrain.data.formats.labels import Label
 from dtrain.data.rows.rows import GlobalBatch, Rows
 from dtrain.methods.method import Method, RunContext
+from dtrain.methods.sections import RewardKeys
 from dtrain.policy import Policy
 from dtrain.policy.other_models import add_targets_at_last_tokens
 from dtrain.policy.score import LogprobSource, Loss
 
 HEAD = "score"
 """Name of the head's module in a classifier."""
-
-
-@dataclass
-class RewardKeys:
-    """`reward`: read by method reward."""
-
-    task: Literal["pairs", "classes", "numbers"] = "pairs"
-    """What the rows are. pairs: chosen and rejected answers, with a `margin` where they have one; classes, numbers:
-    texts or messages with a `label`, a whole number from 0 or any number."""
-    num_labels: Annotated[int | None, (lambda v: 1 <= v <= 2**20, "at least 1, up to 2**20, or null")] = None
-    """How many classes there are. null: one output, a reward."""
-    center_rewards_coefficient: Annotated[float | None, (WEIGHT[0], f"{WEIGHT[1]}, or null for none")] = None
-    """The weight of (r_chosen + r_rejected)², which keeps rewards near zero (arXiv:2312.09244). null: none."""
 
 
 class RewardMethod(Method):

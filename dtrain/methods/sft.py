@@ -1,36 +1,21 @@
 """Supervised fine-tuning: the loss is a mean over the trained tokens of the global batch."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from functools import cached_property, partial
 from types import MappingProxyType
-from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
 from dtrain.base.batch import Batch
 from dtrain.base.errors import Problem
-from dtrain.base.ranges import NUMBER, format_value, is_number
+from dtrain.base.ranges import NUMBER, format_value
 from dtrain.losses.head import weighted_sum
 from dtrain.losses.token_options import LOSSES, RANGES
 from dtrain.methods.method import Method
+from dtrain.methods.sections import Sft
 from dtrain.policy.score import LogprobSource
 from dtrain.recipe import spelling
-
-
-@dataclass
-class Sft:
-    """`sft`: read by method sft."""
-
-    loss: str = "nll"
-    """nll: −log p of each trained token. dft: that times p, as a constant (arXiv:2508.05629). The table is
-    dtrain/losses/token_options.py."""
-    label_smoothing: Annotated[float, (lambda v: is_number(v) and 0 <= v < 1, "from 0 to below 1")] = 0.0
-    """With nll: this share of a token's loss is the mean of −log p over the whole vocabulary, as in transformers. The
-    validation loss has it too."""
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    """More options of the loss."""
 
 
 class SftMethod(Method):

@@ -1,8 +1,8 @@
 """Schema of recipes: every key with its type, default, range and documentation.
 
 A recipe is YAML over these dataclasses. Keys that it leaves out have the defaults given here. `Recipe` is the root, and
-its sections follow in the order in which a recipe is usually written. The section of a method is defined in the
-method's file, for example `dtrain.methods.dpo`, and the keys that the methods with rollouts share in rollouts.py.
+its sections follow in the order in which a recipe is usually written. The section of a method is defined in
+`dtrain.methods.sections`, and the keys that the methods with rollouts share in rollouts.py.
 
 The text below a field is its documentation, from which `tools/recipe_reference.py` makes docs/recipe.md. A `Range` in a
 field's type says what its value must be in addition to the type. `null` in YAML is None here. key_aliases.toml lists

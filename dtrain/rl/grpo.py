@@ -13,17 +13,17 @@ compares with:
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dtrain.base.batch import IGNORE_INDEX, Batch
 from dtrain.base.errors import Problem, UserError
-from dtrain.base.ranges import UP_TO_1, at_least, is_number
+from dtrain.base.ranges import is_number
 from dtrain.data.formats.prompts import PromptOptions
 from dtrain.data.model_directory import ModelDirectory
 from dtrain.data.rows.rows import Cursor, GlobalBatch, Rows
@@ -31,6 +31,7 @@ from dtrain.losses import TrainingSamplingParams
 from dtrain.losses.policy.options import LOSSES, problems
 from dtrain.losses.policy.terms import Counts, PolicySpec, means, policy_terms, top_entropy_threshold
 from dtrain.methods.method import AttachedModels, MethodWithReference, RunContext, RunLog
+from dtrain.methods.sections import Grpo
 from dtrain.models.common.config import ModelConfig
 from dtrain.policy import DynamicShapes, Packed, Policy
 from dtrain.policy.batching import gather_rows
@@ -71,36 +72,6 @@ EQUAL_REWARDS_WARNING = (
     "samples.jsonl shows whether the prompts are too hard or too easy, or the reward never gives points"
 )
 MAX_TABLE_TEXT = 72  # characters of a completion in the table of samples
-
-
-@dataclass
-class Grpo(RolloutSection):
-    """`grpo`: read by method grpo. A rollout is prompts_per_step × group_size completions. An optimizer step trains on
-    train.global_batch of them, and each pass over a rollout uses every completion once."""
-
-    updates_per_rollout: Annotated[int, at_least(1)] = 1
-    """Passes over a rollout."""
-    loss: str = "dapo"
-    """Name of the policy loss (dtrain/losses/policy/options.py lists them)."""
-    beta: float = 0.0
-    """Weight of the divergence from the reference. 0: there is no reference."""
-    clip: list[float] = field(default_factory=lambda: [0.2, 0.2])
-    """How far the ratio may go below and above 1 before it is clipped."""
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    """More options of the loss, such as `{delta: 2.0}`."""
-    reference: str = "start"
-    """The model that `beta` pulls towards. start: the weights at the start of training. base: the model without its
-    adapter (`lora`), even if the adapter was trained before. Or the path of a model of the same shapes."""
-    sync_every: Annotated[int | None, at_least(1, ", or null for a reference that stands still")] = None
-    """Move the reference towards the policy every N steps. null: never."""
-    sync_mix: Annotated[float, UP_TO_1] = 0.6
-    """Size of a move: reference = sync_mix · policy + (1 − sync_mix) · reference."""
-    dynamic_batch: bool = False
-    """true, as `train.dynamic_batch`: a micro-batch has completions of similar length, as many as fit with padding into
-    micro_batch × max_length tokens. false: it has micro_batch completions."""
-    max_mismatch: Annotated[float | None, (lambda v: v > 0, "more than 0, or null for no check")] = 0.1
-    """The run ends at its first rollout if the log-probabilities of the sampled tokens by trainer and engine differ by
-    more than this (mean absolute difference). null: never."""
 
 
 class GrpoMethod(MethodWithReference):

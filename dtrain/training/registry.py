@@ -1,15 +1,17 @@
 """The table of training methods, and recipes for them.
 
-A method's file is imported only when a recipe has the method's name or keys of its section, so that importing this
-module imports no torch.
+Importing this module imports no torch. The sections of dtrain's own methods do not need torch either, so a recipe with
+a wrong key is refused before torch is imported. The file of a method is imported when the method is built.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from dtrain.base.errors import Problem
+from dtrain.methods import sections
 from dtrain.recipe import Recipe, convert_foreign_recipe, list_keys, load, load_with_problems
 from dtrain.recipe.saved import LoadedRecipe
 
@@ -33,15 +35,30 @@ VARIANTS: dict[tuple[str, str], "str | type[Method]"] = {
 }
 """(Name of a method, `Method.variant`) -> the class that replaces the method's own class."""
 
+OWN_SECTIONS: Mapping[str, type] = MappingProxyType(
+    {
+        "dtrain.methods.sft:SftMethod": sections.Sft,
+        "dtrain.methods.dpo:DpoMethod": sections.Dpo,
+        "dtrain.methods.kto:KtoMethod": sections.Kto,
+        "dtrain.rl.grpo:GrpoMethod": sections.Grpo,
+        "dtrain.methods.distill:DistillMethod": sections.Distill,
+        "dtrain.methods.reward:RewardMethod": sections.RewardKeys,
+    }
+)
+"""Entry of `METHODS` -> `Method.Section` of that class, for methods whose section is known without importing torch."""
+
 TEACHER, REWARD_MODEL = ".teacher", ".reward_model.path"
 """Suffixes of the keys that name a teacher, which has the trained model's vocabulary, and a reward model, which has a
 head with one output. All other keys of `Method.models` name references, which have the trained model's shapes."""
 
 
 class MethodSections(Mapping[str, type]):
-    """The recipe sections of all `METHODS` by name. A method is imported when its section is read."""
+    """The recipe sections of all `METHODS` by name. A method of a user is imported when its section is read."""
 
     def __getitem__(self, name: str) -> type:
+        entry = METHODS[name]
+        if isinstance(entry, str) and entry in OWN_SECTIONS:
+            return OWN_SECTIONS[entry]
         return method_class(name).Section
 
     def __iter__(self) -> Iterator[str]:
