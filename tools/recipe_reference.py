@@ -3,9 +3,9 @@
 
     .venv/bin/python tools/recipe_reference.py
 
-dtrain/recipe/key_docs.py reads all of it from dtrain/recipe/schema.py and rollouts.py and dtrain/methods/sections.py: the
-sections' docstrings, their fields, and the text under each field. `dtrain help KEY` prints the same.
-tests/test_docs.py compares the page.
+dtrain/recipe/key_docs.py reads all of it from dtrain/recipe/schema.py and rollouts.py and from
+dtrain/methods/sections.py: the docstrings of the sections, their fields, and the text under each field. `dtrain help`
+prints the same. tests/test_docs.py compares the page.
 """
 
 import re
