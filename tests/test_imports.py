@@ -260,8 +260,8 @@ def test_the_environment_is_read_in_one_place():
         if isinstance(node, ast.Attribute) and ast.unparse(node) in ("os.environ", "os.getenv", "os.putenv")
     }
     # children.py writes, for its own process; worker.py only reports CUDA_VISIBLE_DEVICES, as NeMo-RL's callers expect;
-    # mcp.py passes all of it on to the tool servers that it starts.
-    passing_on = {"rl/environments/mcp.py"}
+    # mcp.py passes all of it on to the tool servers that it starts; cli.py sees a shell's question for completions.
+    passing_on = {"rl/environments/mcp.py", "commands/cli.py"}
     assert reading <= {"launch/start.py", "commands/plan/processes.py", "policy/worker.py"} | passing_on
 
 

@@ -7,11 +7,13 @@ message is on stderr), 2 wrong usage, 130, 143 and 138 after Ctrl-C, SIGTERM and
 import argparse
 import importlib
 import io
+import json
 import os
 import re
 import shutil
 import signal
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -31,6 +33,19 @@ from dtrain.commands.arguments import (
     keep_carriage_returns,
 )
 
+GROUPS = {
+    "train": ("run", "validate", "plan"),
+    "recipes": ("ls", "cp", "cat", "help"),
+    "models and data": ("download", "preview"),
+    "use a model": ("generate", "chat", "eval", "serve", "export", "push"),
+    "look at runs": ("report", "compare"),
+    "this installation": ("env", "completion"),
+}
+"""The commands by task, as `dtrain --help` shows them."""
+
+ASKED_TO_COMPLETE, COMPLETION_LINE = "_ARGCOMPLETE", "COMP_LINE"
+"""Environment variables with which a shell asks for completions of a line (`dtrain completion`)."""
+
 COMMANDS = {
     "plan": ("dtrain.commands.plan.command", "estimate the memory, traffic and time of a run, without GPU and weights"),
     "eval": ("dtrain.commands.eval.command", "answer the prompts of data files and score the answers"),
@@ -39,6 +54,7 @@ COMMANDS = {
     "compare": ("dtrain.commands.report.compare", "compare runs in the terminal"),
     "push": ("dtrain.commands.push.command", "upload a run's export to the Hugging Face hub, with a model card"),
     "serve": ("dtrain.commands.serve.command", "serve a model over HTTP with OpenAI's API"),
+    "completion": ("dtrain.commands.completion", "print a script that completes dtrain's command line in bash or zsh"),
     "env": ("dtrain.commands.env", "print versions and devices, for bug reports"),
 }
 
@@ -53,6 +69,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status.
     """
     parser = _parser()
+    if COMPLETION_LINE in os.environ and ASKED_TO_COMPLETE in os.environ:
+        from dtrain.commands.completion import complete
+
+        complete(parser, parser.commands, os.environ[COMPLETION_LINE])
     typed = sys.argv[1:] if argv is None else list(argv)
     _check_command(parser, typed)
     arguments, rest = parser.parse_known_args(typed)
@@ -60,6 +80,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # argparse accepts overrides only before the first option. Those after it are in `rest`.
         arguments.overrides += [word for word in rest if not word.startswith("-")]
         rest = [word for word in rest if word.startswith("-")]
+    if hasattr(arguments, "topics"):  # `dtrain help --learning-rate` explains the key as well
+        arguments.topics += rest
+        rest = []
     _check_options(parser.commands[typed[0]], typed[1:], rest)
     try:
         arguments.command(arguments)
@@ -105,24 +128,61 @@ class _Command(argparse.ArgumentParser):
     """
 
     module_name: str | None = None
-    commands: Mapping[str, argparse.ArgumentParser]
+    commands: Mapping[str, "_Command"]
 
     def parse_known_args(self, args=None, namespace=None):
+        self.add_late_arguments()
+        return super().parse_known_args(args, namespace)
+
+    def format_help(self) -> str:
+        self.add_late_arguments()
+        return super().format_help()
+
+    def add_late_arguments(self) -> None:
+        """Add the arguments of a command that is in a module of its own. Does nothing if they are there."""
         if self.module_name is not None:
             module = importlib.import_module(self.module_name)
             self.module_name = None
             module.add_arguments(self)
             self.set_defaults(command=module.run)
-        return super().parse_known_args(args, namespace)
 
 
-def _parser() -> _Command:
+class _MainParser(_Command):
+    """The parser of the whole command line, whose help groups the commands by task.
+
+    Attributes:
+        summaries: The text of each command in the help.
+    """
+
+    summaries: dict[str, str]
+
+    def format_help(self) -> str:
+        width = min(100, shutil.get_terminal_size((100, 0)).columns)
+        lines = [self.format_usage(), f"{self.description}"]
+        in_groups = [name for names in GROUPS.values() for name in names]
+        others = tuple(name for name in self.summaries if name not in in_groups)
+        groups = {**GROUPS, "other commands": others} if others else GROUPS
+        column = max(len(name) for name in self.summaries) + 4
+        for title, names in groups.items():
+            lines += ["", f"{title}:"]
+            for name in names:
+                start = f"  {name}".ljust(column)
+                lines.append(textwrap.fill(start + self.summaries[name], width, subsequent_indent=" " * column))
+        lines += ["", "options:", "  -h, --help  show this help", "  --version   show dtrain's version", ""]
+        more = "`dtrain COMMAND --help` shows the options of a command. `dtrain help KEY` explains a key of a recipe."
+        lines += [textwrap.fill(more, width), ""]
+        return "\n".join(lines)
+
+
+def _parser() -> _MainParser:
     """Build the parser of the whole command line."""
-    parser = _Command(prog="dtrain", description="Fine-tune open-weight language models on one or many GPUs.")
+    parser = _MainParser(prog="dtrain", description="Fine-tune open-weight language models on one or many GPUs.")
     parser.add_argument("--version", action="version", version=f"dtrain {__version__}")
+    parser.summaries = {}
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_Command)
 
     def add(name: str, command, text: str, recipe: bool = False) -> _Command:
+        parser.summaries[name] = text
         sub = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
         sub.set_defaults(command=command)
         if recipe:
@@ -136,9 +196,11 @@ def _parser() -> _Command:
     preview = add("preview", _preview, shows, recipe=True)
     num_samples = "number of samples to print (default: 3)"
     preview.add_argument("--samples", type=at_least(0), default=3, metavar="N", help=num_samples)
-    add("ls", _ls, "list the recipes that ship with dtrain")
+    _add_list_arguments(add("ls", _ls, "list the recipes that ship with dtrain, or runs with --runs"))
     _add_copy_arguments(add("cp", _cp, "copy a shipped recipe to a file that you can edit"))
     add("cat", _cat, "print a recipe").add_argument("recipe", metavar="RECIPE", help=RECIPE)
+    topic = "keys such as optimizer.lr, sections, metrics or commands"
+    add("help", _help, "explain keys of a recipe, metrics and commands").add_argument("topics", nargs="*", help=topic)
     _add_export_arguments(add("export", _export, "export a run, a checkpoint or an adapter for use by other tools"))
     download = "download a model or a dataset from the Hugging Face hub into the cache of this machine"
     _add_download_arguments(add("download", _download, download))
@@ -147,6 +209,12 @@ def _parser() -> _Command:
         add(name, None, text).module_name = module_name
     parser.commands = commands.choices
     return parser
+
+
+def _add_list_arguments(parser: argparse.ArgumentParser) -> None:
+    runs = "list the runs of DIR (default: runs) with state, last step, loss, size and age"
+    parser.add_argument("--runs", nargs="?", const=Path("runs"), type=Path, metavar="DIR", help=runs)
+    parser.add_argument("--json", action="store_true", help="print a JSON list")
 
 
 def _add_copy_arguments(parser: argparse.ArgumentParser) -> None:
@@ -211,7 +279,7 @@ def _check_command(parser: _Command, typed: list[str]) -> None:
 
 def _check_options(command: argparse.ArgumentParser, typed: list[str], rest: list[str]) -> None:
     """Exit with status 2 if there is an unknown option, or `key=value` after a command that has only options."""
-    takes_keys = any(action.dest == "overrides" for action in command._actions)
+    takes_keys = any(action.dest in ("overrides", "topics") for action in command._actions)
     has_assignment = any("=" in word for word in typed)
     if rest or (has_assignment and not takes_keys):
         from dtrain.commands.suggestions import unknown_words
@@ -251,13 +319,40 @@ def _preview(arguments: argparse.Namespace) -> None:
 
 
 def _ls(arguments: argparse.Namespace) -> None:
+    if arguments.runs is not None:
+        from dtrain.commands import run_list
+
+        runs = run_list.list_runs(arguments.runs)
+        print(run_list.as_json(runs) if arguments.json else "\n".join(run_list.as_table(runs, arguments.runs)))
+        return
     from dtrain.recipe import list_shipped_recipes
     from dtrain.training import METHODS
 
     recipes = list_shipped_recipes([*METHODS])
+    if arguments.json:
+        print(json.dumps([{"name": name, "text": text} for name, text in recipes], indent=1))
+        return
     width = max((len(name) for name, _ in recipes), default=0)
     for name, text in recipes:
         print(f"{name:<{width}}  {text}")
+
+
+def _help(arguments: argparse.Namespace) -> None:
+    from dtrain.commands import help as key_help
+
+    parser = _parser()
+    if not arguments.topics:
+        print(f"{parser.format_help()}\n{key_help.section_list()}")
+        return
+    for number, topic in enumerate(arguments.topics):
+        texts = []
+        command = parser.commands.get(topic)
+        if command is not None:
+            texts.append(command.format_help().rstrip())
+        # `eval` and `run` are commands and sections of a recipe.
+        if command is None or key_help.is_section(topic):
+            texts.append(key_help.describe(topic, parser.commands))
+        print("\n" * (number > 0) + "\n\n".join(texts))
 
 
 def _cp(arguments: argparse.Namespace) -> None:

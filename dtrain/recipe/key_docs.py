@@ -16,8 +16,10 @@ import ast
 import inspect
 import json
 import re
+import sys
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import MISSING, Field, asdict, dataclass, fields, is_dataclass
+from functools import cache
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 TYPE_WORDS = {int: "whole number", float: "number", bool: "true, false", str: "text", type(None): "null"}
@@ -143,23 +145,33 @@ def _read_texts(section: type, separate: Collection[type]) -> dict[str, str]:
     for cls in reversed(section.__mro__):
         if not is_dataclass(cls) or (cls in separate and cls is not section):
             continue
-        try:
-            source = inspect.getsource(cls)
-        except (OSError, TypeError):
-            # The class was made at run time: by `make_recipe_type`, or in an interpreter that keeps no source.
-            for field in fields(cls):
-                found.setdefault(field.name, "")
+        texts = _texts_of_module(cls.__module__).get(cls.__qualname__)
+        if texts is not None:
+            found |= texts
             continue
-        found |= _texts_in(source)
+        # The class was made at run time: by `make_recipe_type`, or in an interpreter that keeps no source.
+        for field in fields(cls):
+            found.setdefault(field.name, "")
     return found
 
 
-def _texts_in(source: str) -> dict[str, str]:
-    """Return the text below each field in the source of a class."""
+@cache
+def _texts_of_module(module: str) -> dict[str, dict[str, str]]:
+    """Return the text below each field of each class in the source of a module. Empty if there is no source."""
+    try:
+        source = inspect.getsource(sys.modules[module])
+    except (OSError, TypeError, KeyError):
+        return {}
+    texts = {}
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.ClassDef):
+            texts[node.name] = _texts_of_class(node)
+    return texts
+
+
+def _texts_of_class(class_node: ast.ClassDef) -> dict[str, str]:
     found: dict[str, str] = {}
     name = ""
-    class_node = ast.parse(inspect.cleandoc(source)).body[0]
-    assert isinstance(class_node, ast.ClassDef)
     for node in class_node.body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             name = node.target.id

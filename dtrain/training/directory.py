@@ -5,6 +5,7 @@
       config.yaml      the resolved recipe, without its secrets
       data.json        for each split, the numbers of rows, samples and tokens, and the digest of its content
       about.json       facts about the run for its readers: versions, mesh, device, sizes, planned memory
+      end.json         how the last process ended, if it was not killed (`End`)
       began.json       the checkpoints that the run began from, if any (`checkpoint.dcp.store.Origin`)
       model/           config.json, tokenizer and chat template of the model, for exports
       metrics.jsonl    a JSON object per line for each step, validation and evaluation
@@ -23,10 +24,11 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from dtrain.base.errors import UserError
 from dtrain.base.files import NO_LOCKS, atomic_write_text, can_sync_directories, resolve_links
@@ -34,6 +36,7 @@ from dtrain.checkpoint.huggingface.model_files import copy_companions
 
 DATA = "data.json"
 ABOUT = "about.json"
+END = "end.json"
 WAIT_SECONDS = 30.0  # for a lock of a process on this host
 # If a host has died, a file server keeps its locks until their lease ends (usually 90 s with NFSv4).
 AWAY_SECONDS = 120.0
@@ -75,6 +78,19 @@ class TensorMismatch:
 
     keys: tuple[str, ...]
     advice: str
+
+
+@dataclass(frozen=True)
+class End:
+    """How a run's last process ended.
+
+    Attributes:
+        state: finished: after the last step. stopped: by a signal. failed: by an error.
+        error: First line of the error. None without one.
+    """
+
+    state: Literal["finished", "stopped", "failed"]
+    error: str | None = None
 
 
 class RunDirectory:
@@ -127,6 +143,7 @@ class RunDirectory:
         try:
             self._create(say)
             if not self.use_lock:
+                (self.path / END).unlink(missing_ok=True)
                 return self
             lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
@@ -139,6 +156,7 @@ class RunDirectory:
             os.close(lock)
             raise UserError(f"run.dir: {self.path / 'lock'}: {error.strerror}") from error
         self._lock = lock
+        (self.path / END).unlink(missing_ok=True)
         return self
 
     def _create(self, say: Callable[[str], None] | None) -> None:
@@ -200,6 +218,11 @@ class RunDirectory:
             os.ftruncate(self._lock, 0)
             os.close(self._lock)
             self._lock = None
+
+    def record_end(self, end: End) -> None:
+        """Write END. A full disk is no error, because the run may end for that reason."""
+        with suppress(OSError):
+            atomic_write_text(self.path / END, json.dumps(asdict(end), indent=1))
 
     def write_json(self, name: str, facts: Mapping[str, Any]) -> None:
         """Write DATA or ABOUT, and replace the old file in one step.
@@ -305,6 +328,18 @@ def _read_holder(lock: int) -> _Holder:
         return _Holder(f"process {holder['pid']} on {holder['host']}", holder["host"])
     except (ValueError, KeyError, TypeError):
         return _Holder("another process", None)
+
+
+def read_end(directory: Path) -> End | None:
+    """Read how a run's last process ended. None if it has not ended, was killed, or the file is damaged."""
+    try:
+        entry = json.loads((directory / END).read_text(encoding="utf-8"))
+        state, error = entry["state"], entry.get("error")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    if state not in get_args(End.__annotations__["state"]):
+        return None
+    return End(state, error if isinstance(error, str) else None)
 
 
 def is_locked(directory: Path) -> bool | None:

@@ -5,14 +5,17 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from types import TracebackType
 
 from dtrain import recipe as config
-from dtrain.base.errors import Problem
+from dtrain.base.errors import Problem, Stopped, UserError
 from dtrain.base.files import check_can_publish
 from dtrain.base.ranges import format_value, name_hint
 from dtrain.base.ranks import Ranks
+from dtrain.recipe import Recipe
 from dtrain.recipe.schema import BEST_METRICS
 from dtrain.training import metrics
+from dtrain.training.directory import End
 from dtrain.training.eval_sets import EvalSet, list_eval_sets, rankable_fields
 from dtrain.training.inputs import RunInputs
 from dtrain.training.metrics import Recorder
@@ -139,14 +142,29 @@ def open_outputs(inputs: RunInputs, ranks: Ranks, is_main: bool, stack: ExitStac
     def lock() -> None:
         run.acquire(say=print)  # the recorder, which prints the other lines, needs the directory first
 
+    def release(kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        run.record_end(_describe_end(error, recipe))
+        run.release()
+
     ranks.run_on_first(lock)
     if is_main:
-        stack.callback(run.release)
+        stack.push(release)
     recorder = metrics.build(recipe.metrics, run.path, config.to_yaml(recipe), is_main)
     recorder.redact = partial(config.redact, recipe=recipe)
     stack.callback(recorder.close)
     ranks.run_on_first(lambda: refuse_unwritable_export(inputs))
     return recorder
+
+
+def _describe_end(error: BaseException | None, recipe: Recipe) -> End:
+    """Describe the end of a run that raised `error`, or none."""
+    if error is None:
+        return End("finished")
+    if isinstance(error, Stopped | KeyboardInterrupt):
+        return End("stopped")
+    # The message of an error of Python itself, such as KeyError, says little without its name.
+    text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+    return End("failed", config.redact(text.strip().partition("\n")[0], recipe))
 
 
 def refuse_unwritable_export(inputs: RunInputs) -> None:
