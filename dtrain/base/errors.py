@@ -116,15 +116,21 @@ class Problem:
 class RecipeError(UserError):
     """All problems of a recipe.
 
+    Args:
+        problems: The problems. Repeated ones are reported once.
+        note: A last line of the message.
+
     Attributes:
         problems: The problems, each once.
     """
 
-    def __init__(self, problems: Iterable[Problem]):
+    def __init__(self, problems: Iterable[Problem], note: str = ""):
         self.problems = list(dict.fromkeys(problems))
         count = len(self.problems)
         heading = "the recipe has a problem:" if count == 1 else f"the recipe has {count} problems:"
         lines = [f"  - {problem}" for problem in self.problems]
+        if note:
+            lines.append(note)
         super().__init__("\n".join([heading, *lines]))
 
 

@@ -24,7 +24,7 @@ from dtrain.recipe.world import unresolved_auto_keys
 from dtrain.training import recipe_and_problems
 from dtrain.training.hub_files import missing_problems, to_copy, with_local_model, with_small_files
 from dtrain.training.inputs import RunInputs, World
-from dtrain.training.preflight import notes, preflight, redacted
+from dtrain.training.preflight import notes, preflight, redacted, refuse_text
 from dtrain.training.setup.code import named_code
 
 
@@ -79,9 +79,12 @@ def validate(recipe: str | Path | Mapping, overrides: Sequence[str] = (), world_
         Lines that describe the run.
 
     Raises:
-        UserError: If the recipe cannot be read. RecipeError with all problems that were found.
+        UserError: If the recipe cannot be read.
+        RecipeError: With all problems of the recipe's text if there are any. Otherwise with all problems that the
+            checks of values, models and data find.
     """
     parsed, problems = recipe_and_problems(recipe, overrides)
+    refuse_text(problems)
     is_here = world_size is None
     small = with_small_files(with_local_model(resolve_nproc(parsed)))
     loaded = small.recipe
@@ -96,7 +99,7 @@ def validate(recipe: str | Path | Mapping, overrides: Sequence[str] = (), world_
     from dtrain.training.dry_run import dry_run  # loads torch
 
     world = World(size, device_type, is_here)
-    result = dry_run(loaded, world, pending_downloads=small.pending_downloads, refused=[*problems, *small.problems])
+    result = dry_run(loaded, world, pending_downloads=small.pending_downloads, refused=small.problems)
     found = [*device_problems, *result.problems]
     if found:
         raise RecipeError(redacted(problem, loaded) for problem in found)

@@ -3,11 +3,11 @@
 Importing this module imports no torch. The checks import torch when they are called.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dtrain.base.errors import Problem, RecipeError, merge_problems
+from dtrain.base.errors import Problem, RecipeError
 from dtrain.recipe import Recipe, redact
 from dtrain.training.hub_files import missing_problems, with_local_model
 from dtrain.training.inputs import RunInputs, World
@@ -16,31 +16,31 @@ from dtrain.training.registry import recipe_and_problems
 if TYPE_CHECKING:
     from dtrain.training.dry_run import Depth
 
+UNCHECKED = "The values, the model and the data are checked once the recipe can be read."
+
 
 def load(recipe: str | Path | Mapping, overrides: Sequence[str] = ()) -> Recipe:
-    """Load a recipe as `load_recipe` does.
+    """Load a recipe as `load_recipe` does. Hub ids of models that are on this machine become the models' directories.
 
     Raises:
-        RecipeError: For problems of the recipe's text. It also lists the problems that `preflight` finds in the rest.
-    """
-    local, problems = load_with_problems(recipe, overrides)
-    if problems:
-        raise RecipeError(preflight(local, local.launch.num_processes, refused=problems))
-    return local
-
-
-def load_with_problems(recipe: str | Path | Mapping, overrides: Sequence[str] = ()) -> tuple[Recipe, list[Problem]]:
-    """Load a recipe, and return the problems of its text instead of raising them.
-
-    Hub ids of models that are on this machine are replaced by the models' directories.
+        RecipeError: For problems of the recipe's text: unknown keys, wrong types, unknown choices. It is raised before
+            torch is imported, which takes seconds, and says that the rest was not checked.
     """
     loaded, problems = recipe_and_problems(recipe, overrides)
-    return with_local_model(loaded), problems
+    refuse_text(problems)
+    return with_local_model(loaded)
 
 
-def preflight(
-    recipe: Recipe, world_size: int, until: "Depth" = "files", refused: Iterable[Problem] = ()
-) -> list[Problem]:
+def refuse_text(problems: Sequence[Problem]) -> None:
+    """Raise RecipeError if the text of a recipe has problems.
+
+    The checks of the model, the data and the sizes would need values for the refused keys, and torch.
+    """
+    if problems:
+        raise RecipeError(problems, UNCHECKED)
+
+
+def preflight(recipe: Recipe, world_size: int, until: "Depth" = "files") -> list[Problem]:
     """Return every problem of a recipe that can be found without training.
 
     Files that a run downloads from the hub are not problems.
@@ -49,13 +49,11 @@ def preflight(
         recipe: The recipe.
         world_size: Number of processes.
         until: The last kind of checks to call, as in `dry_run.find_problems`.
-        refused: Problems of the recipe's text, which are reported with the others.
     """
     from dtrain.training.dry_run import find_problems  # loads torch
 
     inputs = RunInputs.of(recipe, World(world_size))
-    problems = merge_problems(refused, find_problems(inputs, until))
-    return [redacted(problem, recipe) for problem in problems]
+    return [redacted(problem, recipe) for problem in find_problems(inputs, until)]
 
 
 def shape_problems(recipe: Recipe, world_size: int) -> list[Problem]:

@@ -7,14 +7,14 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from dtrain import recipe as config
-from dtrain.base.errors import RecipeError, UserError
+from dtrain.base.errors import UserError
 from dtrain.checkpoint.dcp.retention import planned_saves_line
 from dtrain.commands.plan.choose import chosen_plan
 from dtrain.commands.plan.hardware import GPUS, USABLE_BANDWIDTH, Hardware, gib, seconds
-from dtrain.commands.plan.plan import Plan, choose_starting_mesh, problems, ready
+from dtrain.commands.plan.plan import Plan, choose_starting_mesh, ready
 from dtrain.commands.plan.search import Candidate, SearchResult, find_smallest_change, search
 from dtrain.launch.devices import resolve_nproc
-from dtrain.training.preflight import load_with_problems
+from dtrain.training.preflight import load
 
 
 def print_plan(arguments: Namespace) -> None:
@@ -27,12 +27,9 @@ def print_plan(arguments: Namespace) -> None:
         RecipeError: With all mistakes in the recipe that a plan can find.
         UserError: If the plan does not fit. The message names a change that would.
     """
-    loaded, errors = load_with_problems(arguments.recipe, arguments.overrides)
-    recipe = resolve_nproc(loaded)
+    recipe = resolve_nproc(load(arguments.recipe, arguments.overrides))
     world_size = arguments.world_size or recipe.launch.num_processes
     hardware = _hardware(arguments)
-    if errors:
-        raise RecipeError([*errors, *problems(ready(recipe), world_size)])
     with config.redacted_errors(recipe):
         start = recipe
         if arguments.search:
