@@ -165,12 +165,12 @@ def _build_section(
             continue
         key_type = _KeyType.of(hints[key])
         if key_type.named_section and is_named_sections(value, key_type.named_section):
-            named = {}
+            inner_sections = {}
             for name, inner in value.items():
-                named[str(name)] = _build_section(
-                    key_type.named_section, inner, f"{dotted}.{name}.", problems, sections
-                )
-            setattr(built, key, named)
+                inner_prefix = f"{dotted}.{name}."
+                inner_section = _build_section(key_type.named_section, inner, inner_prefix, problems, sections)
+                inner_sections[str(name)] = inner_section
+            setattr(built, key, inner_sections)
         elif key_type.section and isinstance(value, Mapping):
             setattr(built, key, _build_section(key_type.section, value, f"{dotted}.", problems, sections))
         elif key_type.entry and isinstance(value, list):
@@ -241,14 +241,14 @@ def _set_or_refuse(section: object, key: str, hint: Any, value: Any, dotted: str
         setattr(section, key, converted)
         return []
 
-    shown = f"{dotted}={ranges.format_value(value)}"
+    assignment = f"{dotted}={ranges.format_value(value)}"
     dtrain_value = spelling.find_dtrain_value(re.sub(r"\[\d+\]", "", dotted), value)
     if choices:
-        return [f"{shown} is not one of {', '.join(choices)}{_choice_hint(dotted, value, choices, dtrain_value)}"]
+        return [f"{assignment} is not one of {', '.join(choices)}{_choice_hint(dotted, value, choices, dtrain_value)}"]
     expected = spelling.type_description(alternatives)
     if dtrain_value:
-        return [f"{shown} must be {expected}: {dtrain_value}"]
-    return [f"{shown} must be {expected}{_value_hint(value, alternatives, getattr(section, key, None))}"]
+        return [f"{assignment} must be {expected}: {dtrain_value}"]
+    return [f"{assignment} must be {expected}{_value_hint(value, alternatives, getattr(section, key))}"]
 
 
 def _choice_hint(dotted: str, value: Any, choices: Collection[str], dtrain_value: str | None) -> str:
@@ -340,9 +340,9 @@ def _not_a_section(
         is_optional: Whether the key may be null.
         scalar: The number or text that the key may be as well, in words.
     """
-    hints = get_type_hints(section) if section else {}
-    if scalar and spelling.percent_hint(value):
-        return Problem(dotted, f"{dotted}={value} must be {scalar.partition(',')[0]}{spelling.percent_hint(value)}")
+    percent_hint = spelling.percent_hint(value)
+    if scalar and percent_hint:
+        return Problem(dotted, f"{dotted}={value} must be {scalar.partition(',')[0]}{percent_hint}")
     if isinstance(value, str) and spelling.lacks_space_after_colon(value):
         return Problem(dotted, f"{dotted}: YAML reads {value} as one word: write a blank after the colon")
     if entry and isinstance(value, Mapping) and value and all(str(key).isdigit() for key in value):
@@ -351,29 +351,34 @@ def _not_a_section(
         text = f"{dotted} is no list yet, so it has no entry {first_index}: give the list, {dotted}=[{{...}}]"
         return Problem(dotted, text)
 
-    expected = scalar
-    if section:
-        expected += f"a mapping with the keys {', '.join(hints)}"
-    if section and entry:
-        expected += " or "
-    if entry:
-        expected += f"a list of mappings with the keys {', '.join(get_type_hints(entry))}"
+    expected = scalar + _describe_section(section, entry)
     if section and is_optional:
         expected += f": write {dotted}={{}} for their defaults, or null for none"
-    suggestion = _section_suggestion(dotted, value, hints, entry)
+    suggestion = _section_suggestion(dotted, value, section, entry)
     return Problem(dotted, f"{dotted}={ranges.format_value(value)}: {dotted} is {expected}{suggestion}")
 
 
-def _section_suggestion(dotted: str, value: Any, hints: Mapping[str, Any], entry: type | None) -> str:
+def _describe_section(section: type | None, entry: type | None) -> str:
+    """Return the description of a section, of a list of sections, or of both as alternatives."""
+    descriptions = []
+    if section:
+        descriptions.append(f"a mapping with the keys {', '.join(get_type_hints(section))}")
+    if entry:
+        descriptions.append(f"a list of mappings with the keys {', '.join(get_type_hints(entry))}")
+    return " or ".join(descriptions)
+
+
+def _section_suggestion(dotted: str, value: Any, section: type | None, entry: type | None) -> str:
     """Return the override that is meant by a text in place of a section, such as `model.path=...` for `model=...`."""
     if not isinstance(value, str):
         return ""
-    if entry and not hints:
+    keys = list(get_type_hints(section)) if section else []
+    if entry and not keys:
         first_key = next(iter(get_type_hints(entry)))
         text = spelling.find_dtrain_value(f"{dotted}.{first_key}", value) or value
         return f"; write {dotted}=[{{{first_key}: {text}}}]"
     for main_key in _MAIN_KEYS:
-        if main_key.partition(".")[0] in hints:
+        if main_key.partition(".")[0] in keys:
             text = spelling.find_dtrain_value(f"{dotted}.{main_key}", value) or value
             return f"; write {dotted}.{main_key}={text}"
     return ""
@@ -392,6 +397,7 @@ def _value_hint(value: Any, alternatives: list, default: Any) -> str:
         or spelling.number_hint(value, alternatives)
         or spelling.percent_hint(value)
         or spelling.list_hint(value, alternatives, default)
+        or spelling.example_hint(default)
     )
 
 
@@ -422,7 +428,7 @@ def _unknown(dotted: str, value: Any, prefix: str, siblings: list[str], sections
     return problems
 
 
-def _in_section(inner: Collection[str], dotted: str, section: str | None, known: Collection[str]) -> list[Problem]:
+def _in_section(inner: Collection[str], dotted: str, section: str | None, all_keys: Collection[str]) -> list[Problem]:
     """Return the problems of a section with a mistyped name whose keys all exist in the section that is meant.
 
     For example, `optimzer.lr=1e-5` is one mistake: the key is `optimizer.lr`.
@@ -431,7 +437,7 @@ def _in_section(inner: Collection[str], dotted: str, section: str | None, known:
         inner: The given keys, such as "optimzer.lr".
         dotted: The mistyped name, "optimzer".
         section: The name that is meant, "optimizer"; None if no name is near.
-        known: All keys of a recipe.
+        all_keys: All keys of a recipe.
 
     Returns:
         One problem per key. Empty if the section that is meant has not all of them.
@@ -439,7 +445,7 @@ def _in_section(inner: Collection[str], dotted: str, section: str | None, known:
     problems = []
     for key in inner:
         meant = f"{section}{key.removeprefix(dotted)}"
-        if section is None or meant not in known:
+        if section is None or meant not in all_keys:
             return []
         problems.append(Problem(key, f"{key} is not a key of a recipe", f"Use {meant}"))
     return problems

@@ -17,7 +17,7 @@ from typing import Any, get_args, get_origin
 from dtrain.base import ranges
 
 _HINTS = tomllib.loads(Path(__file__).with_name("error_hints.toml").read_text(encoding="utf-8"))
-_NEEDED = {
+_TYPE_WORDS = {
     int: "a whole number",
     float: "a number",
     bool: "true or false",
@@ -48,12 +48,12 @@ def pasted_character_hint(text: Any) -> str:
         return ""
     for character in text:
         name = unicodedata.name(character, "")
-        is_unusual_blank = unicodedata.category(character) == "Zs" and character != " "
+        is_undefault_blank = unicodedata.category(character) == "Zs" and character != " "
         # A single Cyrillic or Greek letter in a word of other letters. A word of that script has 2 bytes per letter.
         is_foreign_letter = name.startswith(("CYRILLIC", "GREEK")) and len(text.encode()) < 2 * len(text)
         if character in _PASTED:
             fix = f"type {_PASTED[character]}"
-        elif is_unusual_blank:
+        elif is_undefault_blank:
             fix = "type a blank"
         elif is_foreign_letter:
             fix = "type the word anew"
@@ -64,36 +64,51 @@ def pasted_character_hint(text: Any) -> str:
     return ""
 
 
-def number_hint(value: Any, kinds: list) -> str:
+def number_hint(value: Any, alternatives: list) -> str:
     """Return the hint for a number that is written with a comma, or with a second =.
 
     Example:
         >>> number_hint("0,5", [float])
         ': write 0.5'
     """
-    if not isinstance(value, str) or (int not in kinds and float not in kinds):
+    if not isinstance(value, str) or (int not in alternatives and float not in alternatives):
         return ""
     if re.fullmatch(r"=+ *[-\d.e]+", value):
         return ": write one ="
     if not re.fullmatch(r"[\d.]+,[\d.]*(e-?\d+)?", value):
         return ""
-    is_superfluous = value.endswith(",") or float not in kinds
+    is_superfluous = value.endswith(",") or float not in alternatives
     return ": leave out the comma" if is_superfluous else f": write {value.replace(',', '.')}"
 
 
-def list_hint(value: Any, kinds: list, usual: Any) -> str:
+def example_hint(default: Any) -> str:
+    """Return the default of a key as an example, if it is a number.
+
+    Example:
+        >>> example_hint(1e-05), example_hint("auto")
+        (', such as 1e-05', '')
+    """
+    return f", such as {ranges.format_value(default)}" if _is_number(default) else ""
+
+
+def _is_number(value: Any) -> bool:
+    """Check for a number. A bool is none, though its type is a subclass of int."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def list_hint(value: Any, alternatives: list, default: Any) -> str:
     """Return the hint for a list that is written without brackets.
 
     Args:
         value: The refused value.
-        kinds: The alternatives of the key's type.
-        usual: The key's default, which shows how many numbers the key takes.
+        alternatives: The alternatives of the key's type.
+        default: The key's default, which shows how many numbers the key takes.
     """
-    if isinstance(usual, list) and len(usual) > 1 and isinstance(value, int | float) and not isinstance(value, bool):
-        return f": it has {len(usual)}, such as [{', '.join(map(str, usual))}]"
-    if not any(get_origin(kind) is list for kind in kinds) or not isinstance(value, str | int | float):
-        return ""
-    if isinstance(value, bool):
+    is_number = _is_number(value)
+    if is_number and isinstance(default, list) and len(default) > 1:
+        return f": it has {len(default)}, such as [{', '.join(map(str, default))}]"
+    takes_list = any(get_origin(alternative) is list for alternative in alternatives)
+    if not takes_list or not (is_number or isinstance(value, str)):
         return ""
     entries = re.split(r"[, ]+", str(value))
     return f": write [{', '.join(entries)}]"
@@ -115,20 +130,20 @@ def lacks_space_after_colon(word: Any) -> bool:
     return isinstance(word, str) and re.fullmatch(r"\w+:\S+", word) is not None
 
 
-def type_description(kinds: list) -> str:
-    """Return the description of a type by its alternatives `kinds`, such as "text or null"."""
+def type_description(alternatives: list) -> str:
+    """Return the description of a type by its alternatives, such as "text or null"."""
     names = []
     numbers = {int: "whole numbers", float: "numbers"}
-    for kind in kinds:
-        origin, arguments = get_origin(kind), get_args(kind)
-        if kind is NoneType:
+    for alternative in alternatives:
+        origin, arguments = get_origin(alternative), get_args(alternative)
+        if alternative is NoneType:
             names.append("null")
         elif origin is dict and arguments[1] in numbers:
             names.append(f"a mapping from names to {numbers[arguments[1]]}")
         elif origin is list:
             names.append("a list of texts" if arguments[0] is str else "a list of numbers")
         else:
-            names.append(_NEEDED[origin or kind])
+            names.append(_TYPE_WORDS[origin or alternative])
     return " or ".join(names)
 
 

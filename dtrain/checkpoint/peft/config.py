@@ -9,7 +9,6 @@ The base model that the file names is compared with the model of the run: by its
 
 import re
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -134,15 +133,16 @@ def adapter_problems(section: Mapping[str, Any], model: ModelConfig) -> list[Pro
     problem = config.dropout_problem(adaptable_shapes(model))
     if problem:
         return [Problem("lora.path", f"{directory / ADAPTER_CONFIG}: {problem}")]
-    ends = {f"{end}.weight": (model.vocab_size, model.hidden_size) for end in EMBEDDING_AND_HEAD}
-    wanted = tensors.adapter_shapes(config, model, ends)
+    vocab_shape = (model.vocab_size, model.hidden_size)
+    embedding_and_head = {f"{name}.weight": vocab_shape for name in EMBEDDING_AND_HEAD}
+    expected = tensors.adapter_shapes(config, model, embedding_and_head)
 
     def is_optional(name: str) -> bool:
         """Check whether a tensor belongs to a module in modules_to_save other than embedding and head."""
         module = from_tower_name(name.removeprefix(PREFIX)).rpartition(".")[0]
         return module not in EMBEDDING_AND_HEAD and bool(config.select_saved_modules([module]))
 
-    lines = tensors.mismatches(directory, stored, wanted, is_optional, model=model)
+    lines = tensors.mismatches(directory, stored, expected, is_optional, model=model)
     return [Problem("lora.path", line) for line in lines]
 
 
@@ -185,7 +185,7 @@ def peft_config(config: AdapterConfig, model: ModelConfig, base: str | None) -> 
     pattern_names = {}  # PEFT's name of each layer, by the name that the adapter's patterns are matched with
     for name, peft_name in peft_names.items():
         pattern_names[parameter_name(config.matched_name(name))] = parameter_name(peft_name)
-    alpha_pattern = {key: _integer_if_whole(value) for key, value in config.alpha_pattern.items()}
+    alpha_pattern = {key: _as_integer_if_equal(value) for key, value in config.alpha_pattern.items()}
 
     modules_to_save = list(config.modules_to_save)
     if model.is_text_tower:
@@ -198,7 +198,7 @@ def peft_config(config: AdapterConfig, model: ModelConfig, base: str | None) -> 
         BASE: base,
         "inference_mode": True,
         "r": config.rank,
-        "lora_alpha": _integer_if_whole(config.alpha),
+        "lora_alpha": _as_integer_if_equal(config.alpha),
         "lora_dropout": config.dropout,
         "target_modules": target_modules,
         "target_parameters": target_parameters or None,
@@ -315,7 +315,7 @@ def base_of(directory: Path) -> Path:
     return cached
 
 
-def _patterns(patterns: Mapping[str, Any], otherwise: float, outer: Mapping[str, str]) -> dict[str, Any]:
+def _patterns(patterns: Mapping[str, Any], default: float, peft_names: Mapping[str, str]) -> dict[str, Any]:
     """Return rank or alpha patterns that mean the same in any order, because PEFT sorts them.
 
     For example, {"q_proj": 4, "layers.0.self_attn.q_proj": 8} gives layer 0 the rank 4 if the first match counts, and 8
@@ -323,87 +323,144 @@ def _patterns(patterns: Mapping[str, Any], otherwise: float, outer: Mapping[str,
 
     Args:
         patterns: The adapter's patterns and their values. The first pattern that matches a layer counts.
-        otherwise: The value of layers that no pattern matches.
-        outer: PEFT's names of the adapted layers, by dtrain's names.
+        default: The value of layers that no pattern matches.
+        peft_names: PEFT's names of the adapted layers, by dtrain's names.
 
     Returns:
         `patterns`, if all patterns that match a layer have the same value, for every layer. Otherwise one pattern for
-        each layer whose value is not `otherwise`.
+        each layer whose value is not `default`.
     """
     is_unchanged = True
     pattern_by_layer = {}
-    for name, peft_name in outer.items():
-        value = value_by_pattern(patterns, name, otherwise)
+    for name, peft_name in peft_names.items():
+        value = value_by_pattern(patterns, name, default)
         matching_values = {other for pattern, other in patterns.items() if matches_suffix(pattern, peft_name)}
-        if (matching_values or {otherwise}) != {value}:
+        if (matching_values or {default}) != {value}:
             is_unchanged = False
-        if value != otherwise:
+        if value != default:
             pattern_by_layer[re.escape(peft_name)] = value
     return dict(patterns) if is_unchanged else pattern_by_layer
 
 
-def _integer_if_whole(number: float) -> float:
+def _as_integer_if_equal(number: float) -> float:
     """Convert a float that is a whole number to an integer, which is the type that PEFT declares.
 
     Example:
-        >>> _integer_if_whole(16.0), _integer_if_whole(0.5)
+        >>> _as_integer_if_equal(16.0), _as_integer_if_equal(0.5)
         (16, 0.5)
     """
     return int(number) if number == int(number) else number
 
 
-def _read_config(directory: Path) -> tuple[AdapterConfig | None, list[str]]:
-    """Read adapter_config.json. Return the adapter, or None if it cannot be read, and a list of problems."""
+class _ConfigFile(NamedTuple):
+    """The adapter that a file describes, and the problems of the file.
+
+    Attributes:
+        config: The adapter. None if the file cannot be read.
+        problems: The problems; at least one without an adapter.
+    """
+
+    config: AdapterConfig | None
+    problems: list[str]
+
+
+def _read_config(directory: Path) -> _ConfigFile:
+    """Read adapter_config.json of a directory."""
     file = directory / ADAPTER_CONFIG
     if not file.is_file():
-        there = "there is no such directory" if not directory.is_dir() else f"it has no {ADAPTER_CONFIG}"
-        inside = [path for path in sorted(directory.glob("*/")) if is_adapter_directory(path)]
-        there += f", and {inside[0]} has one" if inside else ""
-        return None, [f"lora.path={directory}: {there}; give the directory of an adapter in PEFT's layout"]
+        return _ConfigFile(None, [_no_config_problem(directory)])
     try:
         content = read_json(file)
     except UserError as error:
-        return None, [str(error)]
-    fields = {key: content.pop(key, default) for key, (default, _, _) in _USED_FIELDS.items()}
-    problems = []
-    for key, (_, is_valid, description) in _USED_FIELDS.items():
-        value = fields[key]
-        if not is_valid(value):
-            text = repr(value)
-            if len(text) > _MAX_VALUE_LENGTH:
-                text = f"{text[:_MAX_VALUE_LENGTH]}..."
-            problems.append(f"{file}: {key} is {text}, and must be {description}{_pattern_error_of(key, value)}")
-    # An unknown field, for example of a later PEFT, may change numbers unless its value is empty or off.
-    for key, value in content.items():
-        if key not in _FREE_FIELDS and value not in (None, False, [], {}, ""):
-            problems.append(f"{file}: {key}={value!r} is not supported: {_MERGE}")
-    if not fields["target_modules"] and not (_is_names(fields["target_parameters"]) and fields["target_parameters"]):
+        return _ConfigFile(None, [str(error)])
+    values = {name: content.pop(name, field.default) for name, field in _USED_FIELDS.items()}
+    problems = _value_problems(file, values)
+    problems += _unknown_field_problems(file, content)
+    has_parameters = _is_names(values["target_parameters"]) and values["target_parameters"]
+    if not values["target_modules"] and not has_parameters:
         problems.append(f"{file}: target_modules must be {_LAYERS}")
     if not (directory / ADAPTER_WEIGHTS).is_file():
         problems.append(tensors.no_weights_problem(directory))
     if problems:
-        return None, problems
-    names: list[str] = []
-    with suppress(UserError):  # reported when the tensors are read
-        names = [name.removeprefix(PREFIX) for name in tensors.stored_shapes(directory)]
-    is_of_tower = any(from_tower_name(name) != name or is_in_vision_tower(name) for name in names)
-    config = _config_of_fields(fields, is_of_tower=is_of_tower)
+        return _ConfigFile(None, problems)
+    config = _config_of_fields(values, uses_tower_names=_has_tower_names(directory))
+    return _ConfigFile(config, _target_problems(file, config))
+
+
+def _no_config_problem(directory: Path) -> str:
+    """Return the problem of a directory without adapter_config.json."""
+    reason = f"it has no {ADAPTER_CONFIG}" if directory.is_dir() else "there is no such directory"
+    for path in sorted(directory.glob("*/")):
+        if is_adapter_directory(path):
+            reason += f", and {path} has one"
+            break
+    return f"lora.path={directory}: {reason}; give the directory of an adapter in PEFT's layout"
+
+
+def _value_problems(file: Path, values: Mapping[str, Any]) -> list[str]:
+    """Return an error for each field of `_USED_FIELDS` whose value is not valid."""
+    problems = []
+    for name, field in _USED_FIELDS.items():
+        value = values[name]
+        if field.is_valid(value):
+            continue
+        text = repr(value)
+        if len(text) > _MAX_VALUE_LENGTH:
+            text = f"{text[:_MAX_VALUE_LENGTH]}..."
+        problems.append(f"{file}: {name} is {text}, and must be {field.description}{_pattern_error_of(name, value)}")
+    return problems
+
+
+def _unknown_field_problems(file: Path, fields: Mapping[str, Any]) -> list[str]:
+    """Return an error for each unknown field, for example of a later PEFT, unless its value is empty or off."""
+    problems = []
+    for name, value in fields.items():
+        if name not in _FREE_FIELDS and value not in (None, False, [], {}, ""):
+            problems.append(f"{file}: {name}={value!r} is not supported: {_MERGE}")
+    return problems
+
+
+def _has_tower_names(directory: Path) -> bool:
+    """Check whether the tensors of an adapter have the names of a multimodal model's parts."""
+    try:
+        stored = tensors.stored_shapes(directory)
+    except UserError:  # reported when the tensors are read
+        return False
+    for stored_name in stored:
+        name = stored_name.removeprefix(PREFIX)
+        if from_tower_name(name) != name or is_in_vision_tower(name):
+            return True
+    return False
+
+
+def _target_problems(file: Path, config: AdapterConfig) -> list[str]:
+    """Return the problems of the layers that a file selects."""
+    problems = []
     if isinstance(config.target, str) and config.layers is not None:
         problems.append(
             f"{file}: layers_to_transform goes with a list of target_modules, not with a pattern: set it null"
         )
+    if config.target == ALL_LINEAR or config.layers is not None:
+        return problems
     # Embeddings and the head may be trained in full (modules_to_save), but not adapted.
-    ends = [end for end in EMBEDDING_AND_HEAD if config.is_targeted(end) and not config.select_saved_modules([end])]
-    if config.target != ALL_LINEAR and config.layers is None and ends:
+    adapted = []
+    for name in EMBEDDING_AND_HEAD:
+        if config.is_targeted(name) and not config.select_saved_modules([name]):
+            adapted.append(name)
+    if adapted:
         problems.append(
-            f"{file}: target_modules means {' and '.join(ends)}, and dtrain adapts linear layers of the decoder only: "
-            f"{_MERGE}"
+            f"{file}: target_modules means {' and '.join(adapted)}, and dtrain adapts linear layers of the decoder "
+            f"only: {_MERGE}"
         )
-    return config, problems
+    return problems
 
 
-def _config_of_fields(fields: Mapping[str, Any], is_of_tower: bool) -> AdapterConfig:
-    values: dict[str, Any] = {"target": (), "dropout": fields["lora_dropout"] or 0.0, "uses_tower_names": is_of_tower}
+def _config_of_fields(fields: Mapping[str, Any], uses_tower_names: bool) -> AdapterConfig:
+    values: dict[str, Any] = {
+        "target": (),
+        "dropout": fields["lora_dropout"] or 0.0,
+        "uses_tower_names": uses_tower_names,
+    }
     for name, peft_name in _PEFT_NAMES.items():
         value = fields[peft_name]
         if value not in (None, "", [], {}):
@@ -570,33 +627,80 @@ def _middle_bytes(tensor: _TensorRange) -> bytes:
         raise UserError(f"{file}: {error.strerror or error}") from error
 
 
+def _is_count(value: Any) -> bool:
+    return is_non_negative_int(value) and value > 0
+
+
+def _is_dropout(value: Any) -> bool:
+    return value is None or (is_number(value) and 0 <= value < 1)
+
+
+def _is_switch(value: Any) -> bool:
+    return value in (None, False, True)
+
+
+def _selects_layers(value: Any) -> bool:
+    return value is None or _is_pattern(value) or _is_names(value)
+
+
+def _excludes_layers(value: Any) -> bool:
+    return not value or _is_pattern(value) or _is_names(value)
+
+
+def _is_names_or_null(value: Any) -> bool:
+    return value is None or _is_names(value)
+
+
+def _is_layer_numbers(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(map(is_non_negative_int, value))
+    return value is None or is_non_negative_int(value)
+
+
+def _is_rank_table(value: Any) -> bool:
+    return _is_table(value, _is_count)
+
+
+def _is_alpha_table(value: Any) -> bool:
+    return _is_table(value, is_number)
+
+
+def _is_one_of(*choices: Any) -> Callable[[Any], bool]:
+    return lambda value: value in choices
+
+
+class _Field(NamedTuple):
+    """A field of adapter_config.json.
+
+    Attributes:
+        default: Its default in PEFT.
+        is_valid: Checks a value.
+        description: Description of valid values, with the fix.
+    """
+
+    default: Any
+    is_valid: Callable[[Any], bool]
+    description: str
+
+
 _LAYERS = "a list of names of layers, or a regular expression for them"
-_KNOWN = "which is `layers` in the models that dtrain knows"
-# Fields, each with its default in PEFT, a check of its value, and a description of valid values with the fix.
-_USED_FIELDS: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
-    "peft_type": ("LORA", lambda v: v == "LORA", f"LORA: {_MERGE}"),
-    "task_type": (None, lambda v: v in (None, "CAUSAL_LM", "SEQ_CLS"), f"CAUSAL_LM or SEQ_CLS: {_MERGE}"),
-    "r": (8, lambda v: is_non_negative_int(v) and v > 0, "a whole number, at least 1"),
-    "lora_alpha": (8, is_number, "a number"),
-    "lora_dropout": (0.0, lambda v: v is None or (is_number(v) and 0 <= v < 1), "a number from 0 up to 1"),
-    "target_modules": (None, lambda v: v is None or _is_pattern(v) or _is_names(v), _LAYERS),
-    "target_parameters": (None, lambda v: v is None or _is_names(v), "a list of names of parameters, or null"),
-    "exclude_modules": (None, lambda v: not v or _is_pattern(v) or _is_names(v), f"{_LAYERS}, or null"),
-    "layers_to_transform": (
-        None,
-        lambda v: v is None or is_non_negative_int(v) or (isinstance(v, list) and all(map(is_non_negative_int, v))),
-        "the numbers of layers, or null",
-    ),
-    "layers_pattern": (None, _means_layers, f"null, or the name of the list of layers, {_KNOWN}"),
-    "rank_pattern": (
-        None,
-        lambda v: _is_table(v, lambda rank: is_non_negative_int(rank) and rank > 0),
-        "a table of regular expressions for names and ranks",
-    ),
-    "alpha_pattern": (None, lambda v: _is_table(v, is_number), "a table of regular expressions for names and numbers"),
-    "use_rslora": (False, lambda v: v in (None, False, True), "true or false"),
-    "use_dora": (False, lambda v: v in (None, False, True), "true or false"),
-    "modules_to_save": (None, lambda v: v is None or _is_names(v), "a list of ends of names of modules, or null"),
-    "bias": ("none", lambda v: v in (None, "none"), f"none: {_MERGE}"),
-    "init_lora_weights": (True, lambda v: v in _STARTS, f"true, false, gaussian, orthogonal or eva: {_CONVERT}"),
+_KNOWN_LIST = "which is `layers` in the models that dtrain knows"
+_USED_FIELDS = {
+    "peft_type": _Field("LORA", _is_one_of("LORA"), f"LORA: {_MERGE}"),
+    "task_type": _Field(None, _is_one_of(None, "CAUSAL_LM", "SEQ_CLS"), f"CAUSAL_LM or SEQ_CLS: {_MERGE}"),
+    "r": _Field(8, _is_count, "a whole number, at least 1"),
+    "lora_alpha": _Field(8, is_number, "a number"),
+    "lora_dropout": _Field(0.0, _is_dropout, "a number from 0 up to 1"),
+    "target_modules": _Field(None, _selects_layers, _LAYERS),
+    "target_parameters": _Field(None, _is_names_or_null, "a list of names of parameters, or null"),
+    "exclude_modules": _Field(None, _excludes_layers, f"{_LAYERS}, or null"),
+    "layers_to_transform": _Field(None, _is_layer_numbers, "the numbers of layers, or null"),
+    "layers_pattern": _Field(None, _means_layers, f"null, or the name of the list of layers, {_KNOWN_LIST}"),
+    "rank_pattern": _Field(None, _is_rank_table, "a table of regular expressions for names and ranks"),
+    "alpha_pattern": _Field(None, _is_alpha_table, "a table of regular expressions for names and numbers"),
+    "use_rslora": _Field(False, _is_switch, "true or false"),
+    "use_dora": _Field(False, _is_switch, "true or false"),
+    "modules_to_save": _Field(None, _is_names_or_null, "a list of ends of names of modules, or null"),
+    "bias": _Field("none", _is_one_of(None, "none"), f"none: {_MERGE}"),
+    "init_lora_weights": _Field(True, _is_one_of(*_STARTS), f"true, false, gaussian, orthogonal or eva: {_CONVERT}"),
 }

@@ -154,29 +154,29 @@ def _convert_length(draft: Draft) -> None:
 
 
 def _convert_data(draft: Draft) -> None:
-    for section, place in (("data.train", "dataset"), ("data.val", "validation_dataset")):
-        dataset = _dataset(draft, place)
+    for section, source in (("data.train", "dataset"), ("data.val", "validation_dataset")):
+        dataset = _dataset(draft, source)
         if dataset is not None:
-            put_datasets(draft, section, [dataset], place)
+            put_datasets(draft, section, [dataset], source)
     packed_length = draft.take("packed_sequence.packed_sequence_size")
     if packed_length:
         draft.put("data.packing", True, "packed_sequence.packed_sequence_size")
         draft.set("data.max_length", packed_length, "packed_sequence.packed_sequence_size")
 
 
-def _dataset(draft: Draft, place: str) -> Dataset | None:
+def _dataset(draft: Draft, source: str) -> Dataset | None:
     """Return the data set at a key, if dtrain reads its rows."""
-    put_chat_template(draft, f"{place}.chat_template")
-    arguments = draft.section(place)
+    put_chat_template(draft, f"{source}.chat_template")
+    arguments = draft.section(source)
     if not arguments:
         return None
     target = str(arguments.get("_target_", DATASETS[0]))
     path = arguments.get("path_or_dataset_id")
     if target.rpartition(".")[2] not in DATASETS or path is None:
-        draft.lose(f"{place}._target_", f"{target} reads rows in a way of its own; write them as messages")
+        draft.lose(f"{source}._target_", f"{target} reads rows in a way of its own; write them as messages")
         return None
     dataset = Dataset(path, subset=arguments.get("name"))
-    dataset.split = put_split(draft, arguments.get("split"), f"{place}.split")
+    dataset.split = put_split(draft, arguments.get("split"), f"{source}.split")
     mapping = {}
     for key, value in arguments.items():
         if key.startswith("column_mapping."):
@@ -189,18 +189,18 @@ def _dataset(draft: Draft, place: str) -> Dataset | None:
         names["answer"] = "output" if has_context else "completion"
         dataset.columns = {names[part]: column for part, column in mapping.items() if part in names}
         if has_context or arguments.get("use_hf_chat_template"):
-            draft.put("data.prompts_as", "user", f"{place}.column_mapping")
+            draft.put("data.prompts_as", "user", f"{source}.column_mapping")
         if arguments.get("answer_only_loss_mask") is False:
-            draft.put("data.loss_on", "all", f"{place}.answer_only_loss_mask")
+            draft.put("data.loss_on", "all", f"{source}.answer_only_loss_mask")
         elif not has_context:
-            draft.put("data.loss_on", "completion", f"{place}.answer_only_loss_mask")
+            draft.put("data.loss_on", "completion", f"{source}.answer_only_loss_mask")
     if arguments.get("seq_length") is not None:
-        draft.put("data.max_length", arguments["seq_length"], f"{place}.seq_length")
+        draft.put("data.max_length", arguments["seq_length"], f"{source}.seq_length")
     if arguments.get("mask_history"):
-        draft.put("data.loss_on", "last", f"{place}.mask_history")
+        draft.put("data.loss_on", "last", f"{source}.mask_history")
     for name in ("limit_dataset_samples", "mask_reasoning_content", "num_samples_limit"):
         if arguments.get(name):
-            draft.lose(f"{place}.{name}", "dtrain has no key for it")
+            draft.lose(f"{source}.{name}", "dtrain has no key for it")
     return dataset
 
 

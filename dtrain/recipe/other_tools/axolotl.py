@@ -160,7 +160,7 @@ def _convert_data(draft: Draft) -> None:
         draft.set("data.loss_on", "all", "type completion trains every token")
     _convert_pretraining(draft)
     put_datasets(draft, "data.val", _datasets(draft, "test_datasets"), "test_datasets")
-    hugging_face.convert_held_out_rows(draft, "val_set_size")
+    hugging_face.convert_validation_split(draft, "val_set_size")
     template = draft.take("chat_template")
     if template == "jinja":
         put_chat_template(draft, "chat_template_jinja")
@@ -269,11 +269,11 @@ def _read_messages(draft: Draft, dataset: Dataset, base: str, entry: Mapping[str
     content = mapping.get("content", entry.get("message_field_content"))
     is_sharegpt = (role, content) == ("from", "value") or (base == "sharegpt" and role is None)
     dataset.format = "sharegpt" if is_sharegpt else "messages"
-    own_column = "conversations" if is_sharegpt else "messages"
+    default_column = "conversations" if is_sharegpt else "messages"
     default_column = "conversations" if base == "sharegpt" else "messages"
     column = str(entry.get("field_messages") or default_column)
-    if column != own_column:
-        dataset.columns[own_column] = column
+    if column != default_column:
+        dataset.columns[default_column] = column
     if entry.get("field_tools") not in (None, "tools"):
         dataset.columns["tools"] = str(entry["field_tools"])
     if not is_sharegpt and (role not in (None, "role") or content not in (None, "content")):
@@ -390,9 +390,9 @@ def _convert_weights(draft: Draft, has_adapter: bool) -> None:
 def _convert_plugins(draft: Draft) -> None:
     """List plugins as lost, except for those that only bring other kernels."""
     plugins = [str(plugin) for plugin in draft.take_list("plugins")]
-    others = [plugin for plugin in plugins if not any(name in plugin for name in HARMLESS_PLUGINS)]
-    if others:
-        draft.lose("plugins", f"dtrain has no plugins of axolotl's: {', '.join(others)}")
+    unknown_plugins = [plugin for plugin in plugins if not any(name in plugin for name in HARMLESS_PLUGINS)]
+    if unknown_plugins:
+        draft.lose("plugins", f"dtrain has no plugins of axolotl's: {', '.join(unknown_plugins)}")
 
 
 AXOLOTL = Tool("axolotl", "0.19", ("base_model",), convert)

@@ -215,7 +215,7 @@ class Draft:
                 found.append(dict(entry))
             elif entry is not None:
                 self.lose(
-                    f"{source}[{index}]", f"{_shown(entry)} is not a mapping. Write one such as {{path: my.jsonl}}"
+                    f"{source}[{index}]", f"{_shorten(entry)} is not a mapping. Write one such as {{path: my.jsonl}}"
                 )
         return found
 
@@ -228,9 +228,9 @@ class Draft:
 
         If the key `prefix` has a value of its own, such as `trl: 3`, it is no section and is listed as lost.
         """
-        own_value = self.file.get(prefix)
-        if own_value not in (None, {}) and not isinstance(own_value, list):
-            self._lose_type((prefix,), own_value, "is not a mapping. Write its keys below it")
+        direct_value = self.file.get(prefix)
+        if direct_value not in (None, {}) and not isinstance(direct_value, list):
+            self._lose_type((prefix,), direct_value, "is not a mapping. Write its keys below it")
         found = {}
         for key, value in self.file.items():
             if not key.startswith(f"{prefix}."):
@@ -272,33 +272,30 @@ class Draft:
             self.lose(source, f"{key} does not take {value}: {spelling.find_dtrain_value(key, value)}", key)
             return
         if meaning.remark:
-            self.note(f"{source}={value}: {key}={_shown(meaning.value)}, {meaning.remark}")
+            self.note(f"{source}={value}: {key}={_shorten(meaning.value)}, {meaning.remark}")
         for other_key, other_value in meaning.more.items():
             self.put(other_key, other_value, source)
-        value = meaning.value
-        if isinstance(value, str) and key in _COMMA_LISTS and "," in value:
-            value = [part.strip() for part in value.split(",")]
-        # A list of one path is written as a path, and [all-linear] as the word that dtrain uses.
-        if isinstance(value, list) and len(value) == 1 and (key.endswith(".path") or value == ["all-linear"]):
-            value = value[0]
-        # "grpo.kwargs.delta" is the entry "delta" of the mapping "grpo.kwargs".
-        section, is_entry, entry = key.partition("kwargs.")
-        if is_entry:
-            key = f"{section}kwargs"
-            value = {entry: value}
+        key, value = _in_form_of_recipe(key, meaning.value)
         if key.endswith("kwargs") and isinstance(value, Mapping):
             value = {**value, **self.values.get(key, {})}
         elif key in self.values:
             return
-        fitted, problems = self.keys.fit(key, value)
-        if isinstance(value, str) and key in _KNOWN_NAMES and value not in _KNOWN_NAMES[key] and "." not in value:
-            problems = [f"{key}={value} is not one of {', '.join(_KNOWN_NAMES[key])}"]
-        if key == "method" and problems:
-            self.values[key] = value  # dtrain refuses this recipe too, instead of training by another method
-        if problems:
-            self.lose(source, problems[0], key)
-        else:
+        fitted, problem = self._fit_value(key, value)
+        if problem is None:
             self.values[key] = fitted
+            return
+        if key == "method":
+            self.values[key] = value  # dtrain refuses this recipe too, instead of training by another method
+        self.lose(source, problem, key)
+
+    def _fit_value(self, key: str, value: Any) -> tuple[Any, str | None]:
+        """Convert a value to the type of a recipe's key. Return it, and the problem if the key does not accept it."""
+        known_names = _KNOWN_NAMES.get(key)
+        is_import_path = isinstance(value, str) and "." in value
+        if known_names and isinstance(value, str) and not is_import_path and value not in known_names:
+            return value, f"{key}={value} is not one of {', '.join(known_names)}"
+        fitted, problems = self.keys.fit(key, value)
+        return fitted, problems[0] if problems else None
 
     def set(self, key: str, value: Any, comment: str = "") -> None:
         """Write a value that was computed, and replace the key's former value.
@@ -335,7 +332,7 @@ class Draft:
     def _lose_type(self, names: Sequence[str], value: Any, reason: str) -> None:
         """List the first of these keys that has a value as lost, because the value has the wrong type."""
         source = next(name for name in names if self.file.get(name) is not None)
-        self.lose(source, f"{_shown(value)} {reason}")
+        self.lose(source, f"{_shorten(value)} {reason}")
 
     def note(self, text: str) -> None:
         """Add a note, once."""
@@ -359,12 +356,12 @@ class Draft:
 
     def carry_aliases(self) -> None:
         """Write every unread key for which key_aliases.toml has a key of the recipe."""
-        for key in [key for key in self.file if key not in self._read]:
+        for key in self._unread_keys():
             self._carry_by_alias(key)
 
     def finish(self) -> Conversion:
         """Fill in the tool's defaults, list all unread keys as lost, and return the conversion."""
-        for key in [key for key in self.file if key not in self._read]:
+        for key in self._unread_keys():
             self._lose_unread(key)
         for key, text in self._unresolved.items():
             if not _matches(key, self._ignored):
@@ -378,6 +375,10 @@ class Draft:
         values = {key: self.values[key] for key in sorted(self.values, key=self._position)}
         name, version = (self.tool.name, self.tool.version) if self.tool else (None, "")
         return Conversion(name, version, values, self.comments, self.notes, self.lost)
+
+    def _unread_keys(self) -> list[str]:
+        """Return the keys of the file that nobody has read so far."""
+        return [key for key in self.file if key not in self._read]
 
     def _carry_by_alias(self, source: str) -> None:
         """Write a key of the file to the recipe's key for it, if there is one.
@@ -435,8 +436,8 @@ class Draft:
             if is_taken or (key in self.keys.defaults and self.keys.defaults[key] == value):
                 continue
             fitted, problems = self.keys.fit(key, value)
-            is_own_default = key in self.keys.defaults and self.keys.defaults[key] == fitted
-            if not problems and not is_own_default:
+            is_dtrain_default = key in self.keys.defaults and self.keys.defaults[key] == fitted
+            if not problems and not is_dtrain_default:
                 self.set(key, fitted, f"{self.version}'s default")
 
     def _position(self, key: str) -> int:
@@ -445,6 +446,23 @@ class Draft:
             if f"{name}.".startswith(f"{key}."):
                 return position
         return -1
+
+
+def _in_form_of_recipe(key: str, value: Any) -> tuple[str, Any]:
+    """Return a recipe's key and its value in the form that dtrain writes.
+
+    - "q_proj,v_proj" becomes a list of two entries, if the key takes a list.
+    - A list of one path becomes the path, and [all-linear] the word all-linear.
+    - "grpo.kwargs.delta" with the value 3 becomes "grpo.kwargs" with the mapping {delta: 3}.
+    """
+    if isinstance(value, str) and key in _COMMA_LISTS and "," in value:
+        value = [part.strip() for part in value.split(",")]
+    if isinstance(value, list) and len(value) == 1 and (key.endswith(".path") or value == ["all-linear"]):
+        value = value[0]
+    section, is_entry, entry = key.partition("kwargs.")
+    if is_entry:
+        return f"{section}kwargs", {entry: value}
+    return key, value
 
 
 def find_meaning(key: str, value: Any) -> Meaning | None:
@@ -527,7 +545,7 @@ def _overlaps(key: str, other: str) -> bool:
     return f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}.")
 
 
-def _shown(value: Any) -> str:
+def _shorten(value: Any) -> str:
     """Return a value for a message, at most 60 characters of it."""
     if value is None:
         return "null"

@@ -160,13 +160,13 @@ def convert_schedule(draft: Draft, *, rounding: Literal["up", "axolotl"]) -> Non
         draft.put("scheduler.name", name, source)
     _convert_lowest_rate(draft)
     steps = draft.take_number("warmup_steps", default=None)
-    share = draft.take_number("warmup_ratio", default=None)
+    fraction = draft.take_number("warmup_ratio", default=None)
     if name == "constant":
         # transformers' constant has no warm-up; constant_with_warmup has one
         draft.set("scheduler.warmup", 0)
         return
     if steps is not None and 0 < steps < 1:  # transformers 5 accepts a share under this name
-        share = steps
+        fraction = steps
         steps = None
     if steps:
         count = int(steps)
@@ -174,24 +174,24 @@ def convert_schedule(draft: Draft, *, rounding: Literal["up", "axolotl"]) -> Non
             count = 2
         draft.put("scheduler.warmup_steps", count, "warmup_steps")
         draft.defaults.pop("scheduler.warmup", None)
-    elif share is None and steps == 0:
+    elif fraction is None and steps == 0:
         draft.put("scheduler.warmup", 0, "warmup_steps")
-    elif share is None:
+    elif fraction is None:
         default_share = draft.defaults["scheduler.warmup"]
         if 0 < default_share < 1:
-            _convert_warmup_share(draft, default_share, False, rounding)
-    elif 0 < share < 1:
-        _convert_warmup_share(draft, share, True, rounding)
+            _convert_warmup_fraction(draft, default_share, False, rounding)
+    elif 0 < fraction < 1:
+        _convert_warmup_fraction(draft, fraction, True, rounding)
     else:
-        draft.put("scheduler.warmup", int(share), "warmup_ratio")
+        draft.put("scheduler.warmup", int(fraction), "warmup_ratio")
 
 
-def _convert_warmup_share(draft: Draft, share: float, is_given: bool, rounding: str) -> None:
+def _convert_warmup_fraction(draft: Draft, fraction: float, is_given: bool, rounding: str) -> None:
     """Write a warm-up that is a share of the steps. If the file sets the number of steps, warm-up steps are written.
 
     Args:
         draft: The draft.
-        share: The share.
+        fraction: The share.
         is_given: Whether the file sets the share. Otherwise it is the tool's default.
         rounding: As in `convert_schedule`.
     """
@@ -199,19 +199,19 @@ def _convert_warmup_share(draft: Draft, share: float, is_given: bool, rounding: 
     steps = draft.values.get("train.steps")
     if steps is None:
         if is_given:
-            draft.put("scheduler.warmup", share, "warmup_ratio")
+            draft.put("scheduler.warmup", fraction, "warmup_ratio")
         if rounding == "axolotl":
             draft.note("axolotl warms up for 100 steps at most by default, and for 2 where a share gives 1")
         else:
             draft.note(f"{tool} rounds a share of warm-up up to whole steps; here it is rounded down")
         return
     if rounding == "axolotl":
-        count = int(share * steps) if is_given else min(int(share * steps), 100)
+        count = int(fraction * steps) if is_given else min(int(fraction * steps), 100)
         count = 2 if count == 1 else count
     else:
-        count = math.ceil(steps * share)
+        count = math.ceil(steps * fraction)
     draft.defaults.pop("scheduler.warmup", None)
-    draft.set("scheduler.warmup_steps", count, f"{share:g} of train.steps, as {draft.version} rounds it")
+    draft.set("scheduler.warmup_steps", count, f"{fraction:g} of train.steps, as {draft.version} rounds it")
 
 
 def _convert_lowest_rate(draft: Draft) -> None:
@@ -260,7 +260,7 @@ def convert_saving(draft: Draft) -> None:
         draft.put("checkpoint.every", None, "save_strategy")
 
 
-def convert_held_out_rows(draft: Draft, *names: str) -> None:
+def convert_validation_split(draft: Draft, *names: str) -> None:
     """Write a validation set that is split off the training rows.
 
     The value is a share of the rows if it is below 1, else a number of rows. 0 means no validation.
@@ -288,8 +288,8 @@ def convert_rewards(draft: Draft, prefix: str = "") -> None:
         weights.append(float(number))
     rewards = []
     for index, function in enumerate(functions):
-        known = spelling.find_dtrain_value("grpo.rewards.fn", function) or str(function)
-        reward: dict[str, Any] = {"fn": known.partition(",")[0]}
+        dtrain_name = spelling.find_dtrain_value("grpo.rewards.fn", function) or str(function)
+        reward: dict[str, Any] = {"fn": dtrain_name.partition(",")[0]}
         if index < len(weights) and weights[index] != 1:
             reward["weight"] = weights[index]
         rewards.append(reward)

@@ -98,7 +98,7 @@ def _convert_data(draft: Draft, stage: str) -> None:
         draft.note("dataset names an entry of dataset_info.json there; data.train.path is the file itself")
     validation_names = draft.take_list("eval_dataset")
     put_datasets(draft, "data.val", [Dataset(str(name)) for name in validation_names], "eval_dataset")
-    hugging_face.convert_held_out_rows(draft, "val_size")
+    hugging_face.convert_validation_split(draft, "val_size")
     template = draft.take("template")
     if template is not None:
         draft.lose(

@@ -290,9 +290,9 @@ def _convert_data(draft: Draft) -> None:
             if dataset is not None:
                 datasets.append(dataset)
         put_datasets(draft, section, datasets, f"data.{name}")
-    share = draft.take_number("data.train.split_validation_size", default=0)
-    if share and not draft.has("data.val"):
-        draft.put("data.val", share, "data.train.split_validation_size")
+    fraction = draft.take_number("data.train.split_validation_size", default=0)
+    if fraction and not draft.has("data.val"):
+        draft.put("data.val", fraction, "data.train.split_validation_size")
     for name in ("prompt_file", "system_prompt_file"):
         if draft.take(f"data.default.{name}", f"data.train.{name}") is not None:
             draft.lose(f"data.default.{name}", "write the prompt's text into the rows, or into grpo.system_prompt")
@@ -414,30 +414,30 @@ def _convert_megatron(draft: Draft) -> None:
     """Write the optimizer and the mesh of `megatron_cfg`, which count if it is enabled."""
     if not draft.take("policy.megatron_cfg.enabled"):
         return
-    place = "policy.megatron_cfg"
+    section = "policy.megatron_cfg"
     draft.rename(
         {
-            f"{place}.optimizer.lr": "optimizer.lr",
-            f"{place}.optimizer.weight_decay": "optimizer.weight_decay",
-            f"{place}.optimizer.adam_eps": "optimizer.eps",
-            f"{place}.optimizer.clip_grad": "train.max_grad_norm",
-            f"{place}.tensor_model_parallel_size": "parallel.tp",
-            f"{place}.context_parallel_size": "parallel.cp",
-            f"{place}.expert_model_parallel_size": "parallel.ep",
-            f"{place}.sequence_parallel": "parallel.sequence_parallel",
-            f"{place}.activation_checkpointing": "train.activation_checkpointing",
+            f"{section}.optimizer.lr": "optimizer.lr",
+            f"{section}.optimizer.weight_decay": "optimizer.weight_decay",
+            f"{section}.optimizer.adam_eps": "optimizer.eps",
+            f"{section}.optimizer.clip_grad": "train.max_grad_norm",
+            f"{section}.tensor_model_parallel_size": "parallel.tp",
+            f"{section}.context_parallel_size": "parallel.cp",
+            f"{section}.expert_model_parallel_size": "parallel.ep",
+            f"{section}.sequence_parallel": "parallel.sequence_parallel",
+            f"{section}.activation_checkpointing": "train.activation_checkpointing",
         }
     )
-    first = draft.take_number(f"{place}.optimizer.adam_beta1", default=None)
-    second = draft.take_number(f"{place}.optimizer.adam_beta2", default=None)
+    first = draft.take_number(f"{section}.optimizer.adam_beta1", default=None)
+    second = draft.take_number(f"{section}.optimizer.adam_beta2", default=None)
     if first is not None and second is not None:
-        draft.put("optimizer.betas", [first, second], f"{place}.optimizer.adam_beta1")
-    if draft.take(f"{place}.pipeline_model_parallel_size", default=1) != 1:
-        draft.lose(f"{place}.pipeline_model_parallel_size", "dtrain has no pipeline parallelism")
-    if draft.section(f"{place}.scheduler"):
-        draft.lose(f"{place}.scheduler", "write Megatron's schedule as a list in scheduler", "scheduler")
-    if draft.take(f"{place}.moe_router_bias_update_rate"):
-        draft.lose(f"{place}.moe_router_bias_update_rate", "routers are trained by moe.balance only")
+        draft.put("optimizer.betas", [first, second], f"{section}.optimizer.adam_beta1")
+    if draft.take(f"{section}.pipeline_model_parallel_size", default=1) != 1:
+        draft.lose(f"{section}.pipeline_model_parallel_size", "dtrain has no pipeline parallelism")
+    if draft.section(f"{section}.scheduler"):
+        draft.lose(f"{section}.scheduler", "write Megatron's schedule as a list in scheduler", "scheduler")
+    if draft.take(f"{section}.moe_router_bias_update_rate"):
+        draft.lose(f"{section}.moe_router_bias_update_rate", "routers are trained by moe.balance only")
 
 
 def _convert_clipping(draft: Draft) -> None:
@@ -495,15 +495,15 @@ def _milestones(draft: Draft, value: Any) -> list[int]:
 
 
 def _convert_adapter(draft: Draft) -> None:
-    place = "policy.dtensor_cfg.lora_cfg"
-    if not draft.take_flag(f"{place}.enabled", default=False):
+    section = "policy.dtensor_cfg.lora_cfg"
+    if not draft.take_flag(f"{section}.enabled", default=False):
         return
     draft.set_defaults(LORA_DEFAULTS)
-    draft.rename({f"{place}.{name}": key for name, key in LORA_RENAMED.items()})
+    draft.rename({f"{section}.{name}": key for name, key in LORA_RENAMED.items()})
     for name, key in (("target_modules", "lora.target"), ("exclude_modules", "lora.exclude")):
-        modules = draft.take(f"{place}.{name}")
+        modules = draft.take(f"{section}.{name}")
         if modules:
-            draft.put(key, modules, f"{place}.{name}")
+            draft.put(key, modules, f"{section}.{name}")
     draft.note(
         "NeMo-RL initialises A by Xavier and applies dropout behind the adapter; here A is initialised as in PEFT, "
         "and dropout is applied to the adapter's inputs"

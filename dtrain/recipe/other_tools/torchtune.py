@@ -244,45 +244,45 @@ class TuneDataset(NamedTuple):
     trains_prompts: bool
 
 
-def _datasets(draft: Draft, place: str) -> list[TuneDataset]:
+def _datasets(draft: Draft, source: str) -> list[TuneDataset]:
     """Return the data sets at `dataset` or `dataset_val`."""
-    if isinstance(draft.take(place), list):
-        entries = draft.take_entries(place)
+    if isinstance(draft.take(source), list):
+        entries = draft.take_entries(source)
     else:
-        arguments = draft.section(place)
+        arguments = draft.section(source)
         entries = [arguments] if arguments else []
     found = []
     for entry in entries:
-        dataset = _dataset(draft, entry, place)
+        dataset = _dataset(draft, entry, source)
         if dataset is not None:
             found.append(dataset)
     return found
 
 
-def _dataset(draft: Draft, arguments: Mapping[str, Any], place: str) -> TuneDataset | None:
+def _dataset(draft: Draft, arguments: Mapping[str, Any], source: str) -> TuneDataset | None:
     """Return a data set by its component and arguments. A component that is not in DATASETS is listed as lost."""
     component = str(arguments.get("_component_"))
-    known = DATASETS.get(component.rpartition(".")[2])
-    if known is None:
-        draft.lose(f"{place}._component_", f"{component} reads rows in its own way; write them as messages")
+    dataset_type = DATASETS.get(component.rpartition(".")[2])
+    if dataset_type is None:
+        draft.lose(f"{source}._component_", f"{component} reads rows in its own way; write them as messages")
         return None
-    path = arguments.get("data_files") or arguments.get("source") or known.get("path")
+    path = arguments.get("data_files") or arguments.get("source") or dataset_type.get("path")
     if path is None or (isinstance(path, str) and path in FILE_READERS):
-        draft.lose(f"{place}.source", "no file or data set is named")
+        draft.lose(f"{source}.source", "no file or data set is named")
         return None
-    dataset = Dataset(path, format=known.get("format"), subset=arguments.get("name"))
-    dataset.split = put_split(draft, arguments.get("split"), f"{place}.split")
+    dataset = Dataset(path, format=dataset_type.get("format"), subset=arguments.get("name"))
+    dataset.split = put_split(draft, arguments.get("split"), f"{source}.split")
     if dataset.format == "alpaca":
         draft.note(ALPACA_PROMPTS)
     style, column = arguments.get("conversation_style"), arguments.get("conversation_column")
     if style in ("sharegpt", "openai"):
         dataset.format = "sharegpt" if style == "sharegpt" else "messages"
-    own_column = "conversations" if dataset.format == "sharegpt" else "messages"
-    if column not in (None, own_column):
-        dataset.columns[own_column] = str(column)
+    default_column = "conversations" if dataset.format == "sharegpt" else "messages"
+    if column not in (None, default_column):
+        dataset.columns[default_column] = str(column)
     if arguments.get("column") not in (None, "text"):
         dataset.columns["text"] = str(arguments["column"])
-    column_map = _column_map(draft, arguments, place)
+    column_map = _column_map(draft, arguments, source)
     if dataset.format == "prompt_completion":
         # torchtune calls these columns input and output
         dataset.columns["prompt"] = column_map.get("input", "input")
@@ -292,18 +292,18 @@ def _dataset(draft: Draft, arguments: Mapping[str, Any], place: str) -> TuneData
             if name != file_column:
                 dataset.columns[name] = file_column
     if arguments.get("packed"):
-        draft.put("data.packing", True, f"{place}.packed")
-    elif "packed" in arguments and place == "dataset":
-        draft.put("data.packing", False, f"{place}.packed")
+        draft.put("data.packing", True, f"{source}.packed")
+    elif "packed" in arguments and source == "dataset":
+        draft.put("data.packing", False, f"{source}.packed")
     if arguments.get("new_system_prompt"):
-        draft.lose(f"{place}.new_system_prompt", "write the system message into the rows")
+        draft.lose(f"{source}.new_system_prompt", "write the system message into the rows")
     if arguments.get("max_seq_len") is not None:
-        draft.put("data.max_length", arguments["max_seq_len"], f"{place}.max_seq_len")
-    trains_prompts = bool(arguments.get("train_on_input", known.get("trains_prompts", False)))
+        draft.put("data.max_length", arguments["max_seq_len"], f"{source}.max_seq_len")
+    trains_prompts = bool(arguments.get("train_on_input", dataset_type.get("trains_prompts", False)))
     return TuneDataset(dataset, trains_prompts)
 
 
-def _column_map(draft: Draft, arguments: Mapping[str, Any], place: str) -> dict[str, str]:
+def _column_map(draft: Draft, arguments: Mapping[str, Any], source: str) -> dict[str, str]:
     """Return torchtune's names of columns and the file's. In a list of data sets the mapping is not flattened."""
     found = {}
     for key, value in arguments.items():
@@ -314,7 +314,7 @@ def _column_map(draft: Draft, arguments: Mapping[str, Any], place: str) -> dict[
         for key, value in nested_map.items():
             found[str(key)] = str(value)
     elif nested_map:
-        draft.lose(f"{place}.column_map", f"{nested_map} is not a mapping. Write one such as {{input: question}}")
+        draft.lose(f"{source}.column_map", f"{nested_map} is not a mapping. Write one such as {{input: question}}")
     return found
 
 

@@ -234,19 +234,19 @@ def _handbook_dataset(draft: Draft, entry: Mapping[str, Any]) -> Dataset:
 
 def _convert_former_mixture(draft: Draft) -> None:
     """Write `dataset_mixer`, which maps data sets to shares, and `dataset_splits`, one of which is for validation."""
-    shares = draft.section("dataset_mixer")
+    weights = draft.section("dataset_mixer")
     splits = [str(split) for split in as_list(draft.take("dataset_splits"))]
     subsets = as_list(draft.take("dataset_configs"))
     train_split = next((split for split in splits if split.startswith("train")), None)
     test_split = next((split for split in splits if split.startswith("test")), None)
-    datasets, held_out = [], []
-    for index, (path, share) in enumerate(shares.items()):
+    datasets, validation_sets = [], []
+    for index, (path, weight) in enumerate(weights.items()):
         subset = str(subsets[index]) if index < len(subsets) else None
-        datasets.append(Dataset(path, split=train_split, subset=subset, weight=share))
-        held_out.append(Dataset(path, split=test_split, subset=subset))
+        datasets.append(Dataset(path, split=train_split, subset=subset, weight=weight))
+        validation_sets.append(Dataset(path, split=test_split, subset=subset))
     put_datasets(draft, "data.train", datasets, "dataset_mixer")
     if test_split and draft.given("eval_strategy", "evaluation_strategy", "do_eval"):
-        put_datasets(draft, "data.val", held_out, "dataset_mixer")
+        put_datasets(draft, "data.val", validation_sets, "dataset_mixer")
 
 
 TRL = Tool("TRL", "1.16", ("model_name_or_path", "dataset_name"), convert)

@@ -398,11 +398,11 @@ def _convert_policy_loss(draft: Draft) -> None:
     """Write the loss, its clip, its entropy term, and the correction for the sampling engine's probabilities."""
     mode = str(draft.take(f"{ACTOR}.policy_loss.loss_mode", default="vanilla"))
     aggregation = str(draft.take(f"{ACTOR}.loss_agg_mode", default="token-mean"))
-    known = LOSS_MODES.get(mode)
-    if known is None:
+    loss_mode = LOSS_MODES.get(mode)
+    if loss_mode is None:
         draft.lose(f"{ACTOR}.policy_loss.loss_mode", f"dtrain has no policy loss {mode}", "grpo.loss")
         return
-    loss, options = known
+    loss, options = loss_mode
     if mode == "vanilla":
         if aggregation in AGGREGATIONS:
             loss = AGGREGATIONS[aggregation]
@@ -508,12 +508,12 @@ def _convert_rewards(draft: Draft) -> None:
     path = draft.take("reward_model.model.path", "reward.reward_model.model_path")
     if enabled and path is not None:
         draft.put("grpo.reward_model.path", path, "reward_model.model.path")
-    for place in ("reward_model.overlong_buffer", "reward.reward_kwargs.overlong_buffer_cfg"):
-        buffer = draft.section(place)
+    for section in ("reward_model.overlong_buffer", "reward.reward_kwargs.overlong_buffer_cfg"):
+        buffer = draft.section(section)
         if buffer.get("enable") and buffer.get("penalty_factor", 1.0) == 1.0:
-            draft.put("grpo.overlong_cache", buffer.get("len"), f"{place}.len")
+            draft.put("grpo.overlong_cache", buffer.get("len"), f"{section}.len")
         elif buffer.get("enable"):
-            draft.lose(f"{place}.penalty_factor", "grpo.overlong_cache takes off up to 1")
+            draft.lose(f"{section}.penalty_factor", "grpo.overlong_cache takes off up to 1")
     manager = draft.take("reward_model.reward_manager", "reward.reward_manager.name", default="naive")
     if manager not in ("naive", "dapo", "batch", "prime"):
         draft.lose("reward_model.reward_manager", "name what judges a completion in grpo.rewards")
@@ -523,82 +523,82 @@ def _convert_rewards(draft: Draft) -> None:
 # Both trainers
 
 
-def _convert_model(draft: Draft, place: str) -> None:
+def _convert_model(draft: Draft, section: str) -> None:
     """Write the model and its adapter, and the dtype of trained weights, which is float32 by default in verl.
 
     Args:
         draft: The draft.
-        place: The file's section of the model.
+        section: The file's section of the model.
     """
-    draft.rename({f"{place}.path": "model.path"})
-    checkpoints = draft.take(f"{place}.enable_gradient_checkpointing")
+    draft.rename({f"{section}.path": "model.path"})
+    checkpoints = draft.take(f"{section}.enable_gradient_checkpointing")
     if checkpoints is not None:
-        draft.put("train.activation_checkpointing", checkpoints, f"{place}.enable_gradient_checkpointing")
-    draft.rename({f"{place}.enable_activation_offload": "train.activation_offload"})
-    put_chat_template(draft, f"{place}.custom_chat_template")
-    rank = draft.take_int(f"{place}.lora_rank", default=0)
+        draft.put("train.activation_checkpointing", checkpoints, f"{section}.enable_gradient_checkpointing")
+    draft.rename({f"{section}.enable_activation_offload": "train.activation_offload"})
+    put_chat_template(draft, f"{section}.custom_chat_template")
+    rank = draft.take_int(f"{section}.lora_rank", default=0)
     if rank:
         draft.set_defaults(LORA_DEFAULTS)
-        draft.put("lora.rank", rank, f"{place}.lora_rank")
+        draft.put("lora.rank", rank, f"{section}.lora_rank")
         draft.rename(
             {
-                f"{place}.lora_alpha": "lora.alpha",
-                f"{place}.target_modules": "lora.target",
-                f"{place}.exclude_modules": "lora.exclude",
-                f"{place}.lora_adapter_path": "lora.path",
+                f"{section}.lora_alpha": "lora.alpha",
+                f"{section}.target_modules": "lora.target",
+                f"{section}.exclude_modules": "lora.exclude",
+                f"{section}.lora_adapter_path": "lora.path",
             }
         )
-    draft.ignore(f"{place}.lora_alpha", f"{place}.target_modules", f"{place}.lora_rank")
-    kind = draft.take(f"{place}.fsdp_config.model_dtype", f"{ACTOR}.fsdp_config.model_dtype", "engine.model_dtype")
+    draft.ignore(f"{section}.lora_alpha", f"{section}.target_modules", f"{section}.lora_rank")
+    kind = draft.take(f"{section}.fsdp_config.model_dtype", f"{ACTOR}.fsdp_config.model_dtype", "engine.model_dtype")
     if kind in ("bf16", "bfloat16") and not rank:
         draft.set("train.masters", "bfloat16", "fsdp_config.model_dtype")
-    if draft.section(f"{place}.override_config"):
-        draft.lose(f"{place}.override_config", "write it into the model's config.json")
-    draft.ignore(*[f"{place}.{name}" for name in NEEDLESS_OF_MODEL])
+    if draft.section(f"{section}.override_config"):
+        draft.lose(f"{section}.override_config", "write it into the model's config.json")
+    draft.ignore(*[f"{section}.{name}" for name in NEEDLESS_OF_MODEL])
 
 
-def _convert_optimizer(draft: Draft, place: str, *clips: str) -> None:
+def _convert_optimizer(draft: Draft, section: str, *clips: str) -> None:
     """Write the optimizer, the clipping of gradients and the schedule.
 
     Args:
         draft: The draft.
-        place: The file's section of the optimizer.
+        section: The file's section of the optimizer.
         clips: The file's keys for the maximum norm of gradients. The first key with a value counts.
     """
     names = {"optimizer": "AdamW", "optimizer_impl": "torch.optim"}
-    given = {name: draft.take(f"{place}.{name}") for name in names}
+    given = {name: draft.take(f"{section}.{name}") for name in names}
     if any(value is not None for value in given.values()):
         module = given["optimizer_impl"] or names["optimizer_impl"]
         optimizer = given["optimizer"] or names["optimizer"]
-        draft.put("optimizer.name", f"{module}.{optimizer}", f"{place}.optimizer")
+        draft.put("optimizer.name", f"{module}.{optimizer}", f"{section}.optimizer")
     draft.rename(
         {
-            f"{place}.lr": "optimizer.lr",
-            f"{place}.betas": "optimizer.betas",
-            f"{place}.weight_decay": "optimizer.weight_decay",
-            f"{place}.lr_scheduler_type": "scheduler.name",
-            f"{place}.lr_scheduler": "scheduler.name",
-            f"{place}.warmup_style": "scheduler.name",
-            f"{place}.min_lr_ratio": "scheduler.min_lr_ratio",
+            f"{section}.lr": "optimizer.lr",
+            f"{section}.betas": "optimizer.betas",
+            f"{section}.weight_decay": "optimizer.weight_decay",
+            f"{section}.lr_scheduler_type": "scheduler.name",
+            f"{section}.lr_scheduler": "scheduler.name",
+            f"{section}.warmup_style": "scheduler.name",
+            f"{section}.min_lr_ratio": "scheduler.min_lr_ratio",
         }
     )
     clip = draft.take(*clips)
     if clip is not None:
         draft.put("train.max_grad_norm", clip, clips[0])
-    steps = draft.take_int(f"{place}.lr_warmup_steps", default=None)
-    share = draft.take_number(f"{place}.lr_warmup_steps_ratio", f"{place}.warmup_steps_ratio", default=None)
+    steps = draft.take_int(f"{section}.lr_warmup_steps", default=None)
+    fraction = draft.take_number(f"{section}.lr_warmup_steps_ratio", f"{section}.warmup_steps_ratio", default=None)
     if steps is not None and steps > 0:
         # verl's schedule moves once per rollout.
-        draft.put("scheduler.warmup_steps", steps * _steps_per_rollout(draft), f"{place}.lr_warmup_steps")
+        draft.put("scheduler.warmup_steps", steps * _steps_per_rollout(draft), f"{section}.lr_warmup_steps")
         draft.defaults.pop("scheduler.warmup")
-    elif share is not None:
-        draft.put("scheduler.warmup", share or 0, f"{place}.lr_warmup_steps_ratio")
-    if draft.take(f"{place}.num_cycles", default=0.5) != 0.5:
-        draft.lose(f"{place}.num_cycles", "a cosine falls once here", "scheduler.name")
-    if draft.take(f"{place}.zero_indexed_step") is False:
-        draft.note(f"{place}.zero_indexed_step=false: the rate is that of the next step there")
-    if draft.section(f"{place}.override_optimizer_config"):
-        draft.lose(f"{place}.override_optimizer_config", "optimizer.kwargs takes arguments of the optimizer's class")
+    elif fraction is not None:
+        draft.put("scheduler.warmup", fraction or 0, f"{section}.lr_warmup_steps_ratio")
+    if draft.take(f"{section}.num_cycles", default=0.5) != 0.5:
+        draft.lose(f"{section}.num_cycles", "a cosine falls once here", "scheduler.name")
+    if draft.take(f"{section}.zero_indexed_step") is False:
+        draft.note(f"{section}.zero_indexed_step=false: the rate is that of the next step there")
+    if draft.section(f"{section}.override_optimizer_config"):
+        draft.lose(f"{section}.override_optimizer_config", "optimizer.kwargs takes arguments of the optimizer's class")
 
 
 def _convert_files(draft: Draft, prompt_column: str | None) -> None:
