@@ -7,11 +7,11 @@ weights. The result is one of two things to write:
     AdapterExport    only an adapter, as it is or with its scale folded into B
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -149,7 +149,8 @@ def _open_model(source: Path, dtype: torch.dtype | None) -> ModelExport:
     model, files = _build_on_meta(layout), WeightFiles(source)
     sources = check_fit(model, files)
     exact = {sources[name].name for name in exact_names(model)}  # names in the files
-    file_names: dict[str, None] = {}  # a set in order of appearance: several tensors may be in one of the files
+    # A set in order of appearance: several tensors of the model may be parts of one tensor of the files.
+    file_names: dict[str, None] = {}
     for rows in sources.values():
         file_names.update(dict.fromkeys(rows.names))
     entries = []
@@ -181,12 +182,33 @@ def _open_adapter(
         WeightFiles(base),
         precision.dtype,
         in_4_bits=precision.in_4_bits,
-        whole=adapter.whole,
+        unquantized=adapter.full_layers,
     )
-    entries = _entries(model, layout, dtype, {}, None, weights, adapter)
-    is_rounded = precision.in_4_bits or precision.dtype is not None
-    description = f"the adapter {source}, merged into {base}{', as it was in training' if is_rounded else ''}"
+    entries = _entries(model, layout, dtype, None, weights, adapter)
+    description = f"the adapter {source}, merged into {base}"
+    if precision.in_4_bits or precision.dtype is not None:
+        description += ", as it was in training"
     return ModelExport(description, model, replace(layout, companions=(source,)), entries)
+
+
+@dataclass(frozen=True)
+class _StepWeights:
+    """The weights of a model that a step of a run has.
+
+    Attributes:
+        specs: Shape and dtype of each weight, by its name in the model.
+        fill: Fills tensors in place from the step, by their names in the checkpoint.
+    """
+
+    specs: TensorSpecs
+    fill: Callable[[Mapping[str, Tensor]], None]
+
+    def read(self, name: str) -> Tensor:
+        """Read a weight by its name in the model."""
+        shape, dtype = self.specs[name]
+        tensor = torch.empty(shape, dtype=dtype)
+        self.fill({f"model.{name}": tensor})
+        return tensor
 
 
 def _open_step(
@@ -197,37 +219,31 @@ def _open_step(
     A step contains the trained weights. It contains frozen weights only if they are in no files, for example because
     the run began with random weights.
     """
-    directory, run = store.path(step), store.directory.absolute().parent
-    facts, state = RunFacts.from_run(run), store.read_state(step)
+    directory = store.path(step)
+    run = store.directory.absolute().parent
+    facts = RunFacts.from_run(run)
+    state = store.read_state(step)
     description = f"step {step} of {run}"
     trains_adapter = (directory / ADAPTER / ADAPTER_CONFIG).is_file()
     if (form is not None or original_base) and not trains_adapter:
         option = f"--{form}" if form is not None else "--original-base"
         raise UserError(f"{option}: {run} trained no adapter: leave it out")
+
     specs = store.tensor_specs(step)
     has_tower = any(is_in_vision_tower(name.removeprefix("model.")) for name in specs)
     layout = _run_layout(run, facts, {"step": step, "save": state.get("save")}, has_tower)
-    labels = 0
-    if SCORE_WEIGHT in specs:
-        head_shape, _ = specs[SCORE_WEIGHT]
-        labels = head_shape[0]
-    model, fill = _build_on_meta(layout, labels), store.open_step(step)
+    labels = _num_outputs(specs)
+    model = _build_on_meta(layout, labels)
+    weights = _StepWeights(_model_specs(specs), store.open_step(step))
     adapter = StoredAdapter(directory / ADAPTER, model) if trains_adapter else None
     if adapter is not None and form in ("adapter", "folded"):
         base_name = read_json(adapter.directory / ADAPTER_CONFIG).get(BASE)
         note = ", whose base is only in the run's steps: --merged writes both" if base_name is None else ""
         return AdapterExport(f"the adapter of {description}{note}", adapter, [layout.source])
 
-    saved: TensorSpecs = {}
-    for name, spec in specs.items():
-        if name.startswith("model.") and not is_adapter(name):
-            saved[name.removeprefix("model.")] = spec
-    model_weights = model_tensors(model)
-    missing = model_weights.keys() - saved.keys()
-    # A run may train only a part of the vision tower.
-    lost = [name for name in missing if not is_in_vision_tower(name)]
-    if lost and not facts.freezes:
-        raise UserError(f"{directory} is missing {len(lost)} tensors of its model, the first {min(lost)}")
+    missing = model_tensors(model).keys() - weights.specs.keys()
+    if not facts.freezes:
+        _check_all_saved(directory, missing)
     if original_base and not missing:
         raise UserError(
             f"--original-base: the base of {run} is only in its steps, so there is no original to use. Leave it out"
@@ -239,31 +255,87 @@ def _open_step(
             WeightFiles(facts.base_directory(state)),
             None if original_base else facts.training_dtype(state),
             in_4_bits=facts.nf4 and not original_base,
-            whole=adapter.whole if adapter is not None else (),
+            unquantized=adapter.full_layers if adapter is not None else (),
         )
     if adapter is not None:
         merged_into = base.files.directory if base is not None else "the base that the step has"
         description = f"{description}, its adapter merged into {merged_into}"
+    _check_shapes(directory, weights.specs, model)
+    return ModelExport(description, model, layout, _entries(model, layout, dtype, weights, base, adapter))
 
-    def read(name: str) -> Tensor:
-        shape, saved_dtype = saved[name]
-        tensor = torch.empty(shape, dtype=saved_dtype)
-        fill({f"model.{name}": tensor})
-        return tensor
 
-    for name, (shape, _) in saved.items():
+def _num_outputs(specs: TensorSpecs) -> int:
+    """Return the number of outputs of a head of rewards or classes among a step's tensors; 0 without such a head."""
+    if SCORE_WEIGHT not in specs:
+        return 0
+    head_shape, _ = specs[SCORE_WEIGHT]
+    return head_shape[0]
+
+
+def _model_specs(specs: TensorSpecs) -> TensorSpecs:
+    """Return shape and dtype of the model's own weights among a step's tensors, by their names in the model."""
+    model_specs: TensorSpecs = {}
+    for name, spec in specs.items():
+        if name.startswith("model.") and not is_adapter(name):
+            model_specs[name.removeprefix("model.")] = spec
+    return model_specs
+
+
+def _check_all_saved(directory: Path, missing: Collection[str]) -> None:
+    """Raise UserError if a step of a run that trains all weights lacks some of them.
+
+    Only the weights of a vision tower may be missing, because a run may train a part of the tower.
+    """
+    names = [name for name in missing if not is_in_vision_tower(name)]
+    if names:
+        raise UserError(f"{directory} is missing {len(names)} tensors of its model, the first {min(names)}")
+
+
+def _check_shapes(directory: Path, specs: TensorSpecs, model: CausalLM) -> None:
+    """Raise UserError if a step has a weight that the model does not have, or has with another shape."""
+    model_weights = model_tensors(model)
+    for name, (shape, _) in specs.items():
         if name not in model_weights or tuple(model_weights[name].shape) != shape:
             text = f"{directory} has {name} of {list(shape)}, which the model of its config.json does not have"
             raise UserError(text)
-    return ModelExport(description, model, layout, _entries(model, layout, dtype, saved, read, base, adapter))
+
+
+class _UnmergedWeight(NamedTuple):
+    """A weight without the adapter.
+
+    Attributes:
+        read: Reads the weight.
+        dtype: Dtype of the exported weight if the user names none.
+    """
+
+    read: Callable[[], Tensor]
+    dtype: torch.dtype
+
+
+def _unmerged_weight(
+    name: str, step: _StepWeights | None, base: BaseWeights | None, adapter: StoredAdapter | None
+) -> _UnmergedWeight:
+    """Find a weight in the step, else in the files of its base, else in the adapter, such as a new head of rewards."""
+    if step is not None and name in step.specs:
+        _, dtype = step.specs[name]
+        weight = _UnmergedWeight(partial(step.read, name), dtype)
+    elif base is not None and name in base:
+        weight = _UnmergedWeight(partial(base.read, name), base.dtype_of(name))
+    elif adapter is not None and adapter.saves(name):
+        weight = _UnmergedWeight(partial(adapter.read, name), adapter.read(name).dtype)
+    else:
+        raise ValueError(f"{name} is in neither the step, the base nor the adapter")
+    # An adapter is merged into the dtype of the base's files.
+    if adapter is not None and base is not None and name in base:
+        weight = weight._replace(dtype=base.dtype_of(name))
+    return weight
 
 
 def _entries(
     model: nn.Module,
     layout: Layout,
     dtype: torch.dtype | None,
-    saved: TensorSpecs,
-    read: Callable[[str], Tensor] | None,
+    step: _StepWeights | None,
     base: BaseWeights | None,
     adapter: StoredAdapter | None,
 ) -> list[FullWeight]:
@@ -273,40 +345,21 @@ def _entries(
         model: The model on meta.
         layout: Layout of the files.
         dtype: Dtype of the tensors in the files. None keeps the dtype of each tensor.
-        saved: Shape and dtype of the tensors that a step has, by name. Empty without a step.
-        read: Reads a tensor of the step by its name. None without a step.
+        step: The weights of a step. None if no step is exported.
         base: The weights that the step does not have. None if it has all weights.
         adapter: The adapter. None if there is none.
     """
     tensors, aliases, exact = model_tensors(model), tensor_aliases(model), exact_names(model)
-
-    def weight(name: str) -> FullWeight:
-        # The unmerged weight comes from the step, else from the files of the base. Otherwise only the adapter has it,
-        # for example a new head of rewards. `own_dtype` is the dtype of the result if the user names none. If an
-        # adapter is merged into a weight of the base's files, it is the dtype of the base.
-        is_in_base = base is not None and name in base
-        read_base: Callable[[], Tensor]
-        if name in saved and read is not None:
-            read_base, own_dtype = partial(read, name), saved[name][1]
-        elif base is not None and is_in_base:
-            read_base, own_dtype = partial(base.read, name), base.dtype_of(name)
-        elif adapter is not None and adapter.saves(name):
-            read_base, own_dtype = partial(adapter.read, name), adapter.read(name).dtype
-        else:
-            raise ValueError(f"{name} is in neither the step, the base nor the adapter")
-        if base is not None and is_in_base and adapter is not None:
-            own_dtype = base.dtype_of(name)
+    saved = step.specs if step is not None else {}
+    weights = {}
+    for name in dict.fromkeys([*saved, *tensors]):
+        unmerged = _unmerged_weight(name, step, base, adapter)
         if adapter is not None:
-            read_merged = partial(adapter.merged, name, read_base)
+            read = partial(adapter.merged, name, unmerged.read)
         else:
-            read_merged = partial(_read_as, read_base)
-        return FullWeight(aliases[name], tensors[name].shape, own_dtype, read_merged, exact=name in exact)
-
-    weights = {name: weight(name) for name in saved}
-    for name in tensors:
-        if name not in saved:
-            weights[name] = weight(name)
-    # What a run did not train of a vision tower is copied from the source's files.
+            read = partial(_read_as, unmerged.read)
+        weights[name] = FullWeight(aliases[name], tensors[name].shape, unmerged.dtype, read, exact=name in exact)
+    # Weights of a vision tower that the run did not train are copied from the source's files.
     from_source = set()
     for name in tensors:
         is_adapted = adapter is not None and (adapter.saves(name) or name.rpartition(".")[0] in adapter.adapted)
@@ -325,8 +378,9 @@ def _run_layout(run: Path, facts: RunFacts, saved_step: dict[str, Any], has_towe
     Small files come from the run's own copy. Weights that are only copied come from the model that the run started
     from.
     """
-    path, own_files = facts.path, run / "model"
-    source = own_files if (own_files / CONFIG).is_file() else path
+    path = facts.path
+    copy = run / "model"
+    source = copy if (copy / CONFIG).is_file() else path
     if source is None:
         raise UserError(f"{run} has neither model/{CONFIG} nor a config.yaml that says model.path")
     layout = layout_of(source, path, has_tower=has_tower)

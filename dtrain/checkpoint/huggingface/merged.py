@@ -366,7 +366,7 @@ class BaseWeights:
         files: The files.
         dtype: Dtype in which the run stored them. None: that of the files.
         in_4_bits: Whether the run rounded linear layers to 4 bits. It has no effect if the files are in 4 bits already.
-        whole: Names of layers that were not rounded to 4 bits, because they were trained in full.
+        unquantized: Names of layers that were not rounded to 4 bits, because they were trained in full.
 
     Attributes:
         files: The files.
@@ -383,12 +383,12 @@ class BaseWeights:
         dtype: torch.dtype | None = None,
         *,
         in_4_bits: bool = False,
-        whole: tuple[str, ...] = (),
+        unquantized: tuple[str, ...] = (),
     ):
         self.files, self.dtype = files, dtype
         self._exact = exact_names(model)
         compute_dtype = dtype or getattr(torch, model.config.dtype or "float32")
-        quantized.convert_to_4_bits(model, files.directory, compute_dtype, nf4=in_4_bits, except_for=whole)
+        quantized.convert_to_4_bits(model, files.directory, compute_dtype, nf4=in_4_bits, except_for=unquantized)
         self._quantized_layers = {
             f"{name}.weight": layer for name, layer in model.named_modules() if nf4.has_nf4_weight(layer)
         }

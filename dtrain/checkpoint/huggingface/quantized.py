@@ -17,7 +17,7 @@ bitsandbytes stores the other facts (block sizes, shape, offset) as JSON, as the
 import json
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -167,10 +167,7 @@ def fill_codes(files: WeightFiles, source: FileRows, codes: Tensor, scales: Tens
     stored = _BitsAndBytesWeight(files, weight, columns) if files.stored[weight].kind == "U8" else None
     codes, scales = local_tensor(codes), local_tensor(scales)
     for tile in _tiles(lead, columns):
-        # The same tile relative to this rank's shard.
-        local = tuple(
-            slice(part.start - whole.start, part.stop - whole.start) for part, whole in zip(tile, lead, strict=True)
-        )
+        local = _relative_to(tile, lead)
         if stored is None:
             sizes = [part.stop - part.start for part in (*tile, columns_slice)]
             values = torch.empty(*sizes, device=codes.device)
@@ -199,8 +196,35 @@ def _tiles(lead: list[slice], columns: int) -> Iterator[tuple[slice, ...]]:
             yield matrices, part
 
 
-def _split(whole: slice, step: int) -> list[slice]:
-    return [slice(start, min(start + step, whole.stop)) for start in range(whole.start, whole.stop, step)]
+def _split(rows: slice, step: int) -> list[slice]:
+    return [slice(start, min(start + step, rows.stop)) for start in range(rows.start, rows.stop, step)]
+
+
+def _relative_to(tile: tuple[slice, ...], shard: list[slice]) -> tuple[slice, ...]:
+    """Return a tile of the full tensor as slices of this rank's shard.
+
+    Example:
+        >>> _relative_to((slice(6, 8),), [slice(4, 12)])
+        (slice(2, 4, None),)
+    """
+    relative = []
+    for part, dim in zip(tile, shard, strict=True):
+        relative.append(slice(part.start - dim.start, part.stop - dim.start))
+    return tuple(relative)
+
+
+class _DoubleQuantization(NamedTuple):
+    """bitsandbytes' quantization of the scales: scale = levels[code] * factor + offset.
+
+    Attributes:
+        levels: The 256 levels of a code, float32 [256].
+        factors: The factor of each block of scales, float32.
+        offset: The offset.
+    """
+
+    levels: Tensor
+    factors: Tensor
+    offset: float
 
 
 class _BitsAndBytesWeight:
@@ -214,11 +238,11 @@ class _BitsAndBytesWeight:
 
     def __init__(self, files: WeightFiles, weight: str, columns: int):
         self.files, self.weight, self.columns = files, weight, columns
-        self._double: tuple[Tensor, Tensor, float] | None = None  # of double quantization: values, factors, offset
+        self._double_quantization: _DoubleQuantization | None = None
         offset = (_state(files, weight) or {}).get("nested_offset")
         if offset is not None:
-            values, factors = files.read(f"{weight}.nested_quant_map"), files.read(f"{weight}.nested_absmax")
-            self._double = (values, factors, offset)
+            levels, factors = files.read(f"{weight}.nested_quant_map"), files.read(f"{weight}.nested_absmax")
+            self._double_quantization = _DoubleQuantization(levels, factors, offset)
 
     def codes(self, rows: slice) -> Tensor:
         """Read the codes of some rows, uint8 [rows, columns/2]."""
@@ -231,9 +255,10 @@ class _BitsAndBytesWeight:
         blocks = self.columns // BLOCK
         flat = slice(rows.start * blocks, rows.stop * blocks)
         absmax = self.files.read(f"{self.weight}.absmax", (flat,))
-        if self._double is not None:
-            values, factors, offset = self._double
-            absmax = values[absmax.int()] * factors[torch.arange(flat.start, flat.stop) // _NESTED] + offset
+        if self._double_quantization is not None:
+            levels, factors, offset = self._double_quantization
+            blocks_of_scales = torch.arange(flat.start, flat.stop) // _NESTED
+            absmax = levels[absmax.int()] * factors[blocks_of_scales] + offset
         return absmax.view(-1, blocks)
 
 

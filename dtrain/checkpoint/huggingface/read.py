@@ -24,7 +24,7 @@ from dtrain.parallel.placement import local_slices, local_tensor
 _HEAD_HINT = " (config.json has tie_word_embeddings: false, so the head has weights of its own)"
 
 
-def read_weights(model: nn.Module, directory: str | Path, kept: Collection[str] = ()) -> None:
+def read_weights(model: nn.Module, directory: str | Path, not_read: Collection[str] = ()) -> None:
     """Fill the parameters and persistent buffers of a model from the safetensors files of a directory.
 
     A rank reads the slices of its shards, one tensor at a time, cast to the tensor's dtype. Next to its shards it needs
@@ -36,7 +36,7 @@ def read_weights(model: nn.Module, directory: str | Path, kept: Collection[str] 
             that a tensor may have in files. `model.ignored_checkpoint_names` has patterns for tensors of the files that
             the model does not need.
         directory: The directory.
-        kept: Names of tensors that keep their values. The files need not have them.
+        not_read: Names of tensors that keep their values. The files need not have them.
 
     Raises:
         UserError: For damaged files. One error that lists all names that are missing or unexpected, all shapes that
@@ -44,7 +44,7 @@ def read_weights(model: nn.Module, directory: str | Path, kept: Collection[str] 
             other than float64, float32, float16 and bfloat16. Then no tensor has been changed.
     """
     files = WeightFiles(Path(directory))
-    sources = check_fit(model, files, kept)
+    sources = check_fit(model, files, not_read)
     tensors = model_tensors(model)
     for name, source in sources.items():
         local = local_tensor(tensors[name]).detach()
@@ -57,13 +57,13 @@ def read_weights(model: nn.Module, directory: str | Path, kept: Collection[str] 
             source.fill(files, local, local_slices(tensors[name]))
 
 
-def check_fit(model: nn.Module, files: WeightFiles, kept: Collection[str] = ()) -> dict[str, FileRows]:
+def check_fit(model: nn.Module, files: WeightFiles, not_read: Collection[str] = ()) -> dict[str, FileRows]:
     """Compare the files with a model, and return where each of its tensors is stored. Only headers are read.
 
     Args:
         model: The model on any device, meta too.
         files: The files.
-        kept: Names of tensors of the model that the files need not have.
+        not_read: Names of tensors of the model that the files need not have.
 
     Returns:
         The location of each tensor, by its name in the model. A weight in 4 bits has the name of its codes.
@@ -72,13 +72,8 @@ def check_fit(model: nn.Module, files: WeightFiles, kept: Collection[str] = ()) 
         UserError: One error that lists everything that does not fit, as in `read_weights`.
     """
     names = tensor_aliases(model)
-    shapes = {}  # of the weights that the files must have, by the model's names
-    for name, tensor in model_tensors(model).items():
-        # Adapters are in files of their own. The scales of a weight in 4 bits come with its codes.
-        if name not in kept and not is_adapter(name) and not name.endswith(quantized.SCALES):
-            shapes[name] = quantized.weight_shape(name, tensor)
-    config = getattr(model, "config", None)  # any module may be read into
-    new = {"score.weight"} if isinstance(config, ModelConfig) and config.has_new_head else set()
+    shapes = _required_shapes(model, not_read)
+    may_be_missing = _new_weights(model)
 
     sources: dict[str, FileRows] = {}
     used: set[str] = set()  # names in the files
@@ -86,13 +81,14 @@ def check_fit(model: nn.Module, files: WeightFiles, kept: Collection[str] = ()) 
     mismatches: list[str] = []
     for fused in fused_weights(model, shapes, files.stored):
         name = fused.parts[0]
-        if name in new:
+        if name in may_be_missing:
             continue
-        known = [quantized.file_name(alias) for alias in names.get(fused.name, [fused.name])]
-        matches = [candidate for candidate in candidate_names(model, known) if candidate in files.stored]
+        aliases = [quantized.file_name(alias) for alias in names.get(fused.name, [fused.name])]
+        matches = [candidate for candidate in candidate_names(model, aliases) if candidate in files.stored]
         used.update(matches)
         if not matches:
-            missing.append(f"missing: {known[0]}{_HEAD_HINT if name == 'lm_head.weight' else ''}")
+            hint = _HEAD_HINT if name == "lm_head.weight" else ""
+            missing.append(f"missing: {aliases[0]}{hint}")
             continue
         file_name = matches[0]
         shape, rows = locate_parts(fused, file_name, shapes)
@@ -106,24 +102,59 @@ def check_fit(model: nn.Module, files: WeightFiles, kept: Collection[str] = ()) 
         # The codes of stacked experts are not read from files: their weights are rounded.
         is_codes = name.endswith(quantized.CODES) and len(shapes[name]) == 2
         mismatches += _mismatches(files, file_name, shape, is_codes, bool(quantization))
-        for other in matches[1:]:  # a head that config.json ties to the embedding
-            if files.tensors_differ(file_name, other):
-                mismatches.append(
-                    f"differ: {file_name} and {other}, one tensor by config.json; set its tie_word_embeddings to false"
-                )
+        mismatches += _tie_mismatches(files, matches)
 
-    unexpected = []
-    patterns = cast(tuple[str, ...], model.ignored_checkpoint_names)
-    for name in sorted(files.stored.keys() - used):
-        is_ignored = any(re.fullmatch(pattern, name) for pattern in patterns)
-        if not is_carried(model, name) and not is_ignored:
-            unexpected.append(f"unexpected: {name}")
+    unexpected = _unexpected(model, files.stored.keys() - used)
     if missing or mismatches or unexpected:
         lines = [f"{files.directory}: the weights do not fit the model that config.json describes:"]
         for problems in (missing, mismatches, unexpected):
             lines += limit_problems(problems, name_kind=True)
         raise UserError("\n  ".join(lines))
     return sources
+
+
+def _required_shapes(model: nn.Module, not_read: Collection[str]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the weights that the files must have, by the model's names.
+
+    Adapters are in files of their own. The scales of a weight in 4 bits come with its codes.
+    """
+    shapes = {}
+    for name, tensor in model_tensors(model).items():
+        if name not in not_read and not is_adapter(name) and not name.endswith(quantized.SCALES):
+            shapes[name] = quantized.weight_shape(name, tensor)
+    return shapes
+
+
+def _new_weights(model: nn.Module) -> set[str]:
+    """Return the names of the weights that are new in the model, so that no file has them."""
+    config = getattr(model, "config", None)  # any module may be read into
+    return {"score.weight"} if isinstance(config, ModelConfig) and config.has_new_head else set()
+
+
+def _tie_mismatches(files: WeightFiles, names: list[str]) -> list[str]:
+    """Return an error for each tensor that differs from the first, if the model has one tensor for all of them.
+
+    For example, a head that config.json ties to the embedding, though the files have different values for the two.
+    """
+    first = names[0]
+    mismatches = []
+    for other in names[1:]:
+        if files.tensors_differ(first, other):
+            mismatches.append(
+                f"differ: {first} and {other}, one tensor by config.json; set its tie_word_embeddings to false"
+            )
+    return mismatches
+
+
+def _unexpected(model: nn.Module, names: Collection[str]) -> list[str]:
+    """Return an error for each tensor of the files that no part of the model needs, by their names in the files."""
+    patterns = cast(tuple[str, ...], model.ignored_checkpoint_names)
+    unexpected = []
+    for name in sorted(names):
+        is_ignored = any(re.fullmatch(pattern, name) for pattern in patterns)
+        if not is_carried(model, name) and not is_ignored:
+            unexpected.append(f"unexpected: {name}")
+    return unexpected
 
 
 def _mismatches(

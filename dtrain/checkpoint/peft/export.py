@@ -46,7 +46,7 @@ class StoredAdapter:
         model: The model of its base.
         config: The adapter's config.
         adapted: Rank and scale of each adapted layer, by its name in files.
-        whole: Names in files of the linear layers that are trained in full (`modules_to_save`).
+        full_layers: Names in files of the linear layers that are trained in full (`modules_to_save`).
         parameters: Shapes of the model's parameters, by name.
         files: The adapter's tensors.
 
@@ -58,7 +58,7 @@ class StoredAdapter:
         self.directory, self.model = directory, model
         self.config = read_adapter_config(directory)
         self.adapted = self.config.select_layers(adaptable_shapes(model.config))
-        self.whole = tuple(self.config.select_saved_modules(linear_shapes(model.config)))
+        self.full_layers = tuple(self.config.select_saved_modules(linear_shapes(model.config)))
         self.parameters = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         expected_shapes = adapter_shapes(self.config, model.config, self.parameters)
         self.files = adapter_weights(directory, expected_shapes, model.config)
