@@ -38,6 +38,9 @@ from dtrain.policy.score import LogprobSource, Loss
 
 # Replies that are checked at the start for whether both kinds occur.
 MAX_CHECKED_REPLIES = 256
+# The values of `kto.loss`. A function gets rewards and the divergence, and returns the losses of desirable and of
+# undesirable replies.
+LOSSES = {"kto": formulas.kto, "apo_zero_unpaired": formulas.apo_zero_unpaired}
 
 
 class KtoMethod(MethodWithReference):
@@ -97,11 +100,11 @@ class KtoMethod(MethodWithReference):
         if "train" in splits:
             samples = splits["train"].samples
             step = -(-len(samples) // MAX_CHECKED_REPLIES)  # rounded up
-            kinds = {is_desirable(samples, index) for index in range(0, len(samples), step)}
-            if len(kinds) == 1:
-                which = "wanted" if True in kinds else "unwanted"
+            labels = {is_desirable(samples, index) for index in range(0, len(samples), step)}
+            if len(labels) == 1:
+                label = "wanted" if True in labels else "unwanted"
                 run.metrics.say(
-                    f"note: all replies that were checked are {which}. KTO learns most if there are both kinds"
+                    f"note: all replies that were checked are {label}. KTO learns most if there are both kinds"
                 )
         self._splits = splits
         self.attach_models(policy, run.other_models)
@@ -226,17 +229,20 @@ class KtoMethod(MethodWithReference):
         policy, reference, marks = source.sum_by_document(torch.stack(streams))  # [replies] each
         rewards = section.beta * (policy - reference)
         divergence = torch.as_tensor(divergence).to(rewards)
-        wanted, unwanted = (marks > 0).to(rewards), (marks < 0).to(rewards)  # padding is neither
-        wanted_loss, unwanted_loss = getattr(formulas, section.loss)(rewards, section.beta * divergence)
-        losses = section.desirable_weight * wanted * wanted_loss + section.undesirable_weight * unwanted * unwanted_loss
+        # 1 for the replies of a kind, else 0. Padding is of neither kind.
+        desirable, undesirable = (marks > 0).to(rewards), (marks < 0).to(rewards)
+        desirable_loss, undesirable_loss = LOSSES[section.loss](rewards, section.beta * divergence)
+        weighted_desirable = section.desirable_weight * desirable * desirable_loss
+        weighted_undesirable = section.undesirable_weight * undesirable * undesirable_loss
+        losses = weighted_desirable + weighted_undesirable
         measured = {
-            "chosen": wanted.sum(),
-            "rejected": unwanted.sum(),
-            "rewards_chosen": (wanted * rewards).sum(),
-            "rewards_rejected": (unwanted * rewards).sum(),
-            "logps_chosen": (wanted * policy).sum(),
-            "logps_rejected": (unwanted * policy).sum(),
-            "kl": divergence * (wanted + unwanted).sum(),
+            "chosen": desirable.sum(),
+            "rejected": undesirable.sum(),
+            "rewards_chosen": (desirable * rewards).sum(),
+            "rewards_rejected": (undesirable * rewards).sum(),
+            "logps_chosen": (desirable * policy).sum(),
+            "logps_rejected": (undesirable * policy).sum(),
+            "kl": divergence * (desirable + undesirable).sum(),
             "loss": losses.sum(),
         }
         total = source.count_once(losses.sum() / global_seqs)

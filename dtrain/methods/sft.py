@@ -60,8 +60,8 @@ class SftMethod(Method):
     def _token_loss(self) -> partial[Tensor]:
         """The loss of tokens with its options."""
         loss = LOSSES[self.section.loss]
-        options = {**loss.options, **self.section.kwargs}
-        return partial(getattr(weighted_sum, loss.function), **options)
+        function = getattr(weighted_sum, loss.function)  # the table has its name, because it imports no torch
+        return partial(function, **{**loss.options, **self.section.kwargs})
 
     def loss(
         self, source: LogprobSource, batch: Batch, global_seqs: Tensor, global_tokens: Tensor

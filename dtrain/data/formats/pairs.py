@@ -234,6 +234,25 @@ def _describe_missing_prompt(row: Mapping[str, Any]) -> str:
     return f"the row has no prompt (only {', '.join(map(str, row))}). Rename the prompt's column to prompt"
 
 
+class _Completion(NamedTuple):
+    """The messages of a completion, and whether each is marked as trained (None: not marked)."""
+
+    messages: list[Message]
+    marks: list[bool | None]
+
+
+class _PairPrompt(NamedTuple):
+    """The prompt of a pair.
+
+    Attributes:
+        messages: The messages.
+        num_repeated: How many messages at the beginning of chosen and rejected repeat the prompt.
+    """
+
+    messages: list[Message]
+    num_repeated: int
+
+
 def _read_chat_pair(row: Mapping[str, Any], prompt: Any, chosen: Any, rejected: Any) -> ChatPair:
     """Convert a preference row with messages to a pair.
 
@@ -248,40 +267,56 @@ def _read_chat_pair(row: Mapping[str, Any], prompt: Any, chosen: Any, rejected: 
     are_replies_only = chosen[0]["role"] == rejected[0]["role"] == "assistant"
     if prompt is None and are_replies_only:
         prompt = _read_prompt_of_other_name(row)
-    # `start` is the number of messages at the beginning of chosen and rejected that belong to the prompt.
     if prompt is None:
-        start = _num_common_messages(chosen, rejected)
-        if not start:
-            raise UserError(
-                f"chosen and rejected do not begin with the same message, and {_describe_missing_prompt(row)}"
-            )
-        before = chosen[:start]
+        messages, start = _common_prompt(row, chosen, rejected)
     elif isinstance(prompt, str):
-        # Some files write the prompt twice: as a string, and as the first messages of both completions.
-        start = 0 if are_replies_only else _num_common_messages(chosen, rejected)
-        before = chosen[:start] if start else [{"role": "user", "content": prompt}]
-        if start and not _has_message_with_text(before, prompt):
-            raise UserError(
-                "prompt is a string that is none of the messages which chosen and rejected begin with. "
-                "Remove prompt, or these messages"
-            )
+        messages, start = _string_prompt(prompt, chosen, rejected, are_replies_only)
     else:
-        before, _ = read_messages(prompt, "prompt")
-        is_repeated = chosen[: len(before)] == before and rejected[: len(before)] == before
-        start = len(before) if is_repeated else 0
+        messages, _ = read_messages(prompt, "prompt")
+        length = len(messages)
+        is_repeated = chosen[:length] == messages and rejected[:length] == messages
+        start = length if is_repeated else 0
     _check_completion(chosen, chosen_marks, start, "chosen")
     _check_completion(rejected, rejected_marks, start, "rejected")
-    before = with_system(before, row.get("system"))
+    messages = with_system(messages, row.get("system"))
     if image_parts([*chosen[start:], *rejected[start:]]):
         raise UserError("chosen or rejected has an image. The images of a pair must be in its prompt")
-    return ChatPair(with_images(row, before), chosen[start:], rejected[start:], read_tools(row))
+    return ChatPair(with_images(row, messages), chosen[start:], rejected[start:], read_tools(row))
 
 
-def _read_completion(value: Any, key: str) -> tuple[list[Message], list[bool | None]]:
-    """Return the messages of a completion, and whether each is marked as trained."""
+def _common_prompt(row: Mapping[str, Any], chosen: list[Message], rejected: list[Message]) -> _PairPrompt:
+    """Return the common beginning of two conversations as their prompt. Raises UserError if there is none."""
+    start = _num_common_messages(chosen, rejected)
+    if not start:
+        raise UserError(f"chosen and rejected do not begin with the same message, and {_describe_missing_prompt(row)}")
+    return _PairPrompt(chosen[:start], start)
+
+
+def _string_prompt(prompt: str, chosen: list[Message], rejected: list[Message], are_replies_only: bool) -> _PairPrompt:
+    """Return the prompt of a row that has it as a string.
+
+    Some files write the prompt twice: as a string, and as the first messages of both completions.
+
+    Raises:
+        UserError: If the completions begin with other messages than the prompt.
+    """
+    start = 0 if are_replies_only else _num_common_messages(chosen, rejected)
+    if not start:
+        return _PairPrompt([{"role": "user", "content": prompt}], 0)
+    messages = chosen[:start]
+    if not _has_message_with_text(messages, prompt):
+        raise UserError(
+            "prompt is a string that is none of the messages which chosen and rejected begin with. "
+            "Remove prompt, or these messages"
+        )
+    return _PairPrompt(messages, start)
+
+
+def _read_completion(value: Any, key: str) -> _Completion:
+    """Read the messages of a completion. A string is an assistant message."""
     if isinstance(value, str):
-        return [{"role": "assistant", "content": value}], [None]
-    return read_messages(value, key)
+        return _Completion([{"role": "assistant", "content": value}], [None])
+    return _Completion(*read_messages(value, key))
 
 
 def _num_common_messages(chosen: list[Message], rejected: list[Message]) -> int:
@@ -441,12 +476,12 @@ def truncate_pair(prompt: Ids, chosen: Ids, rejected: Ids, max_length: int, keep
         PairIds(prompt=[3, 4, 5], chosen=[6, 7, 8], rejected=[9, 10])
     """
     longest = max(len(chosen), len(rejected))
-    kept = min(len(prompt), max(1, max_length - longest))
-    left = max_length - kept  # for each completion
+    prompt_length = min(len(prompt), max(1, max_length - longest))
+    completion_length = max_length - prompt_length
     if keeps_ends:
-        chosen = chosen[max(0, len(chosen) - left) :]
-        rejected = rejected[max(0, len(rejected) - left) :]
+        chosen = chosen[max(0, len(chosen) - completion_length) :]
+        rejected = rejected[max(0, len(rejected) - completion_length) :]
     else:
-        chosen = chosen[:left]
-        rejected = rejected[:left]
-    return PairIds(prompt[len(prompt) - kept :], chosen, rejected)
+        chosen = chosen[:completion_length]
+        rejected = rejected[:completion_length]
+    return PairIds(prompt[len(prompt) - prompt_length :], chosen, rejected)

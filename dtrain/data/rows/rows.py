@@ -297,41 +297,56 @@ class Rows:
         Raises:
             UserError: If the epoch of `cursor` has fewer rows, so the data has changed.
         """
-        epoch, num_to_skip = cursor
+        epoch, start_row = cursor
         epochs = math.inf if self.epochs is None else self.epochs
         while epoch < epochs:
-            num_windows = self._num_windows(epoch)
-            total = self._order(epoch).total
-            is_cut_short = epochs - epoch < 1
-            end_row = self._rows_used(epoch, epochs) if is_cut_short else None
-            first_row = 0  # of the window, within the epoch
-            for window in range(num_windows):
-                if num_to_skip:
-                    # Windows before the cursor are only counted. Most of them have been packed before.
-                    num_rows = self._rows_in_window(epoch, window)
-                    if num_rows <= num_to_skip:
-                        num_to_skip -= num_rows
-                        first_row += num_rows
-                        continue
-                groups = self._pack_window(epoch, window)
-                first_sample = window * WINDOW
-                num_samples = min(total, (window + 1) * WINDOW) - first_sample
-                for number in range(num_to_skip, len(groups)):
-                    if end_row is not None and first_row + number >= end_row:
-                        return
-                    is_last_of_epoch = window == num_windows - 1 and number == len(groups) - 1
-                    next_cursor = Cursor(epoch + 1, 0) if is_last_of_epoch else Cursor(epoch, first_row + number + 1)
-                    samples_done = first_sample + num_samples * (number + 1) / len(groups)
-                    yield SampleGroup(groups[number], next_cursor, epoch + samples_done / total)
-                num_to_skip = 0
-                first_row += len(groups)
-            if num_to_skip:
-                raise UserError(
-                    f"the data position to resume at is row {cursor.row} of epoch {cursor.epoch}, but that epoch has "
-                    f"only {self.rows_in_epoch(epoch)} rows. The data or data.max_length has changed since the "
-                    "checkpoint was saved"
-                )
+            yield from self._groups_of_epoch(epoch, start_row, epochs)
             epoch += 1
+            start_row = 0
+
+    def _groups_of_epoch(self, epoch: int, start_row: int, epochs: float) -> Iterator[SampleGroup]:
+        """Yield the samples of each row of an epoch from row `start_row` on.
+
+        Args:
+            epoch: The epoch.
+            start_row: Index of the first row, within the epoch.
+            epochs: Number of epochs, which may end within this one.
+
+        Raises:
+            UserError: If the epoch has fewer than `start_row` rows.
+        """
+        num_windows = self._num_windows(epoch)
+        total = self._order(epoch).total
+        is_cut_short = epochs - epoch < 1
+        end_row = self._rows_used(epoch, epochs) if is_cut_short else math.inf
+        first_row = 0  # of the window, within the epoch
+        for window in range(num_windows):
+            if first_row < start_row:
+                # Windows before the start are only counted. Most of them have been packed before.
+                num_rows = self._rows_in_window(epoch, window)
+                if first_row + num_rows <= start_row:
+                    first_row += num_rows
+                    continue
+            groups = self._pack_window(epoch, window)
+            first_sample = window * WINDOW
+            num_samples = min(total, (window + 1) * WINDOW) - first_sample
+            for number, samples in enumerate(groups):
+                row = first_row + number
+                if row < start_row:
+                    continue
+                if row >= end_row:
+                    return
+                is_last_of_epoch = window == num_windows - 1 and number == len(groups) - 1
+                next_cursor = Cursor(epoch + 1, 0) if is_last_of_epoch else Cursor(epoch, row + 1)
+                samples_done = first_sample + num_samples * (number + 1) / len(groups)
+                yield SampleGroup(samples, next_cursor, epoch + samples_done / total)
+            first_row += len(groups)
+        if first_row < start_row:
+            raise UserError(
+                f"the data position to resume at is row {start_row} of epoch {epoch}, but that epoch has only "
+                f"{self.rows_in_epoch(epoch)} rows. The data or data.max_length has changed since the checkpoint was "
+                "saved"
+            )
 
     def build(self, samples: list[int]) -> list[Row]:
         """Build the rows of some samples: one row with packing, otherwise one for each document.

@@ -72,7 +72,7 @@ SPECIAL_TOKENS = {
     "characters where users and tools write them)",
 }
 MIN_PACKED_ROWS = 16  # packed rows of an epoch; with fewer, small data would give too few steps
-MAX_SHOWN_ROWS = 5  # left-out rows in a line
+MAX_LISTED_ROWS = 5  # left-out rows in a line
 
 
 class _SourcesAndEncoder(NamedTuple):
@@ -235,41 +235,58 @@ def _open_sources(
     say: Say = _print_nothing,
 ) -> _SourcesAndEncoder:
     """Find the files of a split and build the encoder of their rows; the arguments are those of `open_rows`."""
-    is_train = split == "train"
-    is_part_of_train = isinstance(section.val, float | int)
-    files_of = "train" if is_part_of_train else split
-    if files_of != split:
+    is_validation = split != "train"
+    is_part_of_train = isinstance(section.val, float | int)  # the validation rows
+    if is_validation and not is_part_of_train:
+        sources = _find_sources(section.val, "data.val", say, kind, cache_dir)
+    elif is_validation:
         say = _print_nothing  # these lines were printed when the training rows were opened
-    sources = _find_sources(getattr(section, files_of), f"data.{files_of}", say, kind, cache_dir)
+        sources = _find_sources(section.train, "data.train", say, kind, cache_dir)
+    else:
+        sources = _find_sources(section.train, "data.train", say, kind, cache_dir)
     if is_part_of_train and any(source.weight for source in sources):
         # Training and validation rows are split from the same sources, those with a weight above 0.
         sources = [source for source in sources if source.weight]
-    if not is_train:
+    if is_validation:
         sources = [replace(source, weight=1.0) for source in sources if source.weight]
     formats = {name for source in sources for name in source.formats}
     template = template or choose_template(
         tokenizer.directory, tokenizer, section.chat_template, section.template_kwargs, section.special_tokens
     )
     refuse_without_template(section.prompts_as, template, tokenizer.directory)
-    encoder_class = ENCODERS[kind if label is None else f"{kind} with labels"]
-    options = {"label": label, "options": prompts, "loss_on": section.loss_on}
     may_have_images = not formats.isdisjoint(TEMPLATED)
-    encoder: RowEncoder = getattr(import_module(encoder_class.module), encoder_class.name)(
+    images = image_reader(section, tokenizer, cache_dir) if may_have_images else None
+    encoder = _build_encoder(section, tokenizer, template, kind, prompts, label, images)
+    if is_part_of_train:
+        threshold = section.val if isinstance(section.val, float) else None
+        encoder.split = ValidationSplit(section.val, seed, is_validation=is_validation, threshold=threshold)
+    for line in _notes_on_formats(section, template, formats, kind, label):
+        say(line)
+    return _SourcesAndEncoder(sources, encoder)
+
+
+def _build_encoder(
+    section: Any,
+    tokenizer: Tokenizer,
+    template: ChatTemplate | None,
+    kind: str,
+    prompts: "PromptOptions | None",
+    label: "Label | None",
+    images: "ImageReader | None",
+) -> RowEncoder:
+    """Build the encoder of a kind of sample; the arguments are those of `open_rows`."""
+    encoder_class = ENCODERS[kind if label is None else f"{kind} with labels"]
+    build: Callable[..., RowEncoder] = getattr(import_module(encoder_class.module), encoder_class.name)
+    special_options = {"label": label, "options": prompts, "loss_on": section.loss_on}
+    return build(
         tokenizer,
         template,
         max_length=section.max_length,
         too_long=section.too_long,
         prompts_as=section.prompts_as or TEXT,
-        images=image_reader(section, tokenizer, cache_dir) if may_have_images else None,
-        **{option: options[option] for option in encoder_class.options},
+        images=images,
+        **{option: special_options[option] for option in encoder_class.options},
     )
-    if is_part_of_train:
-        is_fraction = isinstance(section.val, float)
-        threshold = section.val if is_fraction else None
-        encoder.split = ValidationSplit(section.val, seed, is_validation=not is_train, threshold=threshold)
-    for line in _notes_on_formats(section, template, formats, kind, label):
-        say(line)
-    return _SourcesAndEncoder(sources, encoder)
 
 
 def image_reader(section: Any, tokenizer: Tokenizer, cache_dir: str | Path | None) -> "ImageReader | None":
@@ -345,8 +362,10 @@ def _notes_on_formats(
         )
     if "tokenized" in formats:
         keys = ", ".join(FORMATS_BY_KIND[kind]["tokenized"])
-        what = "their labels, not data.loss_on, say what is trained" if uses_loss_on else f"nothing is added to {keys}"
-        notes.append(f"tokenized rows are used as they are: {what}")
+        if uses_loss_on:
+            notes.append("tokenized rows are used as they are: their labels, not data.loss_on, say what is trained")
+        else:
+            notes.append(f"tokenized rows are used as they are: nothing is added to {keys}")
     return notes
 
 
@@ -391,8 +410,9 @@ def describe_samples(samples: Samples, label: str, too_long: str = "truncate") -
     """
     meta = samples.meta
     noun = samples.noun
-    made = noun.removesuffix("s") if meta["samples"] == 1 else noun
-    counts = f"{meta['samples']:,} {made} of {meta['rows']:,} {plural(meta['rows'], 'row')}, {meta['tokens']:,} tokens"
+    noun_of_count = noun.removesuffix("s") if meta["samples"] == 1 else noun
+    rows = f"{meta['rows']:,} {plural(meta['rows'], 'row')}"
+    counts = f"{meta['samples']:,} {noun_of_count} of {rows}, {meta['tokens']:,} tokens"
     if noun != "prompts":
         counts += f", {meta['trained_tokens']:,} of them trained"
     if meta.get("others"):
@@ -430,14 +450,13 @@ def describe_left_out_rows(samples: Samples, label: str, too_long: str = "trunca
     if meta["images_too_long"]:
         lines.append(_describe_left_out_images(meta, label))
     if meta["untrained"]:
-        why = "that teach no preference" if noun == "pairs" else "without a trained token"
-        shown = _list_untrained_rows(meta)
-        lines.append(f"{label}: {meta['untrained']:,} rows left out {why}: {shown}")
-    for kind, what in SPECIAL_TOKENS.items():
+        reason = "that teach no preference" if noun == "pairs" else "without a trained token"
+        lines.append(f"{label}: {meta['untrained']:,} rows left out {reason}: {_list_untrained_rows(meta)}")
+    for kind, sentence in SPECIAL_TOKENS.items():
         if meta[kind]:
             file, line, text = meta["special_tokens"][kind]
             rows = f"{meta[kind]:,} {plural(meta[kind], 'row')}"
-            lines.append(f"{label}: {rows} ({file}:{line} with {text}, for one) {what}")
+            lines.append(f"{label}: {rows} ({file}:{line} with {text}, for one) {sentence}")
     list_file = samples.directory / LEFT_OUT
     if meta["left_out"] and list_file.is_file():
         lines.append(f"{label}: all rows left out are listed in {list_file}")
@@ -450,9 +469,9 @@ def _list_untrained_rows(meta: Mapping[str, Any]) -> str:
     for file, line, reason in meta["left_out"]:
         if reason not in TOO_LONG_REASONS:
             rows.append(f"{file}:{line} ({reason})")
-    shown = rows[:MAX_SHOWN_ROWS]
-    more = ", ..." if meta["untrained"] > len(shown) else ""
-    return ", ".join(shown) + more
+    first_rows = rows[:MAX_LISTED_ROWS]
+    more = ", ..." if meta["untrained"] > len(first_rows) else ""
+    return ", ".join(first_rows) + more
 
 
 def _describe_left_out_images(meta: Mapping[str, Any], label: str) -> str:

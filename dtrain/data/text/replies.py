@@ -188,32 +188,36 @@ class Replies:
 
     def _find_reply(self, messages: Messages, tools: Messages | None, marked: MarkedText, index: int) -> Span:
         """Return the span of the reply messages[index]."""
-        # 1. The turn: without the answers of tools, and without white space at its end.
-        start, end = self._block(messages, tools, marked, index)
-        text = marked.text[start:end]
+        start, block_end = self._block(messages, tools, marked, index)
+        turn = marked.text[start:block_end]
         headers = self.headers(tools is not None)
-        text = text[: self._length_without_answers(messages, tools, marked, index, text)]
-        end = start + len(text.rstrip())
-        if headers.ending == "":
-            # Some templates write the end of a turn after the turn: in front of the next one, or at the very end.
-            eos = self.template.variables.get("eos_token")
-            if eos and marked.text.startswith(eos, end):
-                end += len(eos)
-        # 2. The header at the beginning of the turn: that of the generation prompt, or of a turn in the middle.
-        indent = len(text) - len(text.lstrip())
-        for header in (headers.prompt, headers.turn):
-            if header and header.strip() and text.startswith(header.lstrip(), indent):
-                return start + indent + len(header.lstrip()), end
-        if headers.turn is not None and not headers.turn.strip():
-            return start, end  # turns of this template begin without a header
-        # 3. Another header. A turn that opens the conversation may have none, or a default system message before it.
-        # Any other turn begins after the generation prompt of the messages before it.
+        turn = turn[: self._length_without_answers(messages, tools, marked, index, turn)]
+        end = start + len(turn.rstrip())
+        end += self._length_of_late_ending(marked, end, headers)
+        header_end = _end_of_header(turn, headers)
+        if header_end is not None:
+            return start + header_end, end
+        has_no_headers = headers.turn is not None and not headers.turn.strip()
+        if has_no_headers:
+            return start, end
+        # The turn begins with another header. A turn that opens the conversation may have none, or a default system
+        # message before it. Any other turn begins after the generation prompt of the messages before it.
         opens_conversation = all(message["role"] in ("system", "developer") for message in messages[:index])
         if opens_conversation:
-            opening = _begin_of_opening(text, messages[index], headers)
+            opening = _begin_of_opening(turn, messages[index], headers)
             if opening is not None:
                 return start + opening, end
         return self._end_of_prompt(messages, tools, marked, index), end
+
+    def _length_of_late_ending(self, marked: MarkedText, end: int, headers: Headers) -> int:
+        """Return the length of an EOS token that the template writes after the turn that ends at `end`; 0 if none.
+
+        Some templates write the end of a turn in front of the next one, or at the very end of the conversation.
+        """
+        eos = self.template.variables.get("eos_token")
+        if headers.ending == "" and eos and marked.text.startswith(eos, end):
+            return len(eos)
+        return 0
 
     def _length_without_answers(
         self, messages: Messages, tools: Messages | None, marked: MarkedText, index: int, text: str
@@ -278,6 +282,18 @@ class Replies:
             f"{self.template.origin}, writes: {why}. Put {{% generation %}} and {{% endgeneration %}} around the "
             "reply in a copy of the template and name it with data.chat_template, or set data.loss_on=all"
         )
+
+
+def _end_of_header(turn: str, headers: Headers) -> int | None:
+    """Return the position after the header of a turn: that of the generation prompt, or of a turn in the middle.
+
+    None if the turn begins with neither header.
+    """
+    indent = len(turn) - len(turn.lstrip())
+    for header in (headers.prompt, headers.turn):
+        if header and header.strip() and turn.startswith(header.lstrip(), indent):
+            return indent + len(header.lstrip())
+    return None
 
 
 def _begin_of_opening(text: str, message: Mapping[str, Any], headers: Headers) -> int | None:

@@ -21,7 +21,7 @@ This module does not import torch.
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -335,40 +335,53 @@ class ChatTemplate:
         """Find the form by rendering a known text as a string and as a part of the content."""
         has_tool_source = tools is not None and self._sources[1] != ""
         source = self._sources[1] if has_tool_source else self.source
-
-        def try_to_render(messages: list[dict[str, Any]]) -> str:
-            try:
-                return self._run(messages, tools, False, SILENT)
-            except UserError:
-                return ""
-
-        def is_read_as_part(as_text: list[dict[str, Any]], as_part: list[dict[str, Any]]) -> bool:
-            if PROBE in try_to_render(as_text):
-                return False
-            written = try_to_render(as_part)
-            # A template that writes a list as it is would write the names of the parts, too.
-            return PROBE in written and "'type'" not in written
-
-        question = {"role": "user", "content": "a"}
-        # Some templates loop over the parts of a content and find none in a string (SmolVLM, Idefics 3).
         text_in_parts: set[str] = set()
         if re.search(r"""['"]text['"]|\.text\b""", source):
-            user = {"role": "user", "content": PROBE}
-            if is_read_as_part([user], [_text_as_part(user)]):
-                text_in_parts.add("user")
-                question = _text_as_part(question)
-            assistant = {"role": "assistant", "content": PROBE}
-            if is_read_as_part([question, assistant], [question, _text_as_part(assistant)]):
-                text_in_parts.add("assistant")
-            system = {"role": "system", "content": PROBE}
-            if is_read_as_part([system, question], [_text_as_part(system), question]):
-                text_in_parts.add("system")
-        # Some read thoughts only as parts of type thinking (Ministral 3).
+            text_in_parts = self._roles_with_text_in_parts(tools)
         thinks_in_parts = False
         if re.search("""['"]thinking['"]""", source):
-            thought = _name_reasoning([{"role": "assistant", "content": "b", "thinking": PROBE}])[0]
-            thinks_in_parts = is_read_as_part([question, thought], [question, _thoughts_as_parts(thought)])
+            thinks_in_parts = self._finds_thoughts_in_parts(tools, _question(text_in_parts))
         return _ContentLayout(thinks_in_parts, frozenset(text_in_parts))
+
+    def _roles_with_text_in_parts(self, tools: list[Any] | None) -> set[str]:
+        """Return the roles whose text the template reads only as a part of the content.
+
+        Some templates loop over the parts of a content and find none in a string (SmolVLM, Idefics 3).
+        """
+        roles = set()
+        user = {"role": "user", "content": PROBE}
+        if self._is_read_only_as_part([user], [_text_as_part(user)], tools):
+            roles.add("user")
+        question = _question(roles)
+        assistant = {"role": "assistant", "content": PROBE}
+        if self._is_read_only_as_part([question, assistant], [question, _text_as_part(assistant)], tools):
+            roles.add("assistant")
+        system = {"role": "system", "content": PROBE}
+        if self._is_read_only_as_part([system, question], [_text_as_part(system), question], tools):
+            roles.add("system")
+        return roles
+
+    def _finds_thoughts_in_parts(self, tools: list[Any] | None, question: dict[str, Any]) -> bool:
+        """Check whether the template reads thoughts only as parts of type thinking (Ministral 3)."""
+        thought = _name_reasoning([{"role": "assistant", "content": "b", "thinking": PROBE}])[0]
+        return self._is_read_only_as_part([question, thought], [question, _thoughts_as_parts(thought)], tools)
+
+    def _is_read_only_as_part(
+        self, as_text: list[dict[str, Any]], as_part: list[dict[str, Any]], tools: list[Any] | None
+    ) -> bool:
+        """Check whether the template writes the probe of `as_part`, and does not write that of `as_text`."""
+        if PROBE in self._render_probe(as_text, tools):
+            return False
+        rendered = self._render_probe(as_part, tools)
+        # A template that writes a list as it is would write the names of the parts, too.
+        return PROBE in rendered and "'type'" not in rendered
+
+    def _render_probe(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> str:
+        """Render messages. Return an empty text if the template refuses them."""
+        try:
+            return self._run(messages, tools, False, SILENT)
+        except UserError:
+            return ""
 
     def _run(self, messages, tools, add_generation_prompt: bool, marks: Mapping[str, Any]) -> str:
         """Render prepared messages. Raises UserError with the template's own message and line."""
@@ -559,6 +572,12 @@ def _name_reasoning(messages: Messages) -> list[dict[str, Any]]:
                 break
         prepared.append(message)
     return prepared
+
+
+def _question(text_in_parts: Collection[str]) -> dict[str, Any]:
+    """Return a question, in the form in which a template reads the text of users."""
+    question = {"role": "user", "content": "a"}
+    return _text_as_part(question) if "user" in text_in_parts else question
 
 
 def _text_as_part(message: dict[str, Any]) -> dict[str, Any]:
