@@ -116,7 +116,7 @@ def find_out_of_range(section: Any, prefix: str = "") -> list[OutOfRange]:
     return found
 
 
-def closest_name(word: str, known: Collection[str]) -> str | None:
+def closest_name(word: str, names: Collection[str]) -> str | None:
     """Return the known name that a mistyped word probably means.
 
     Case, - and _ are ignored. A similar spelling is tried first. If no name is similar, a word that begins exactly one
@@ -124,7 +124,7 @@ def closest_name(word: str, known: Collection[str]) -> str | None:
 
     Args:
         word: The word, of which the first 64 characters are compared.
-        known: The known names.
+        names: The known names.
 
     Returns:
         The name. None if no name is similar, or if the word is a part of several names.
@@ -136,16 +136,16 @@ def closest_name(word: str, known: Collection[str]) -> str | None:
         'warmup_steps'
     """
     normalized_word = _normalize(word[:64])
-    names = {_normalize(name): name for name in known}
+    normalized_names = {_normalize(name): name for name in names}
     # 0.75 allows one wrong letter of four. A lower cutoff finds hardly more typos, and suggests more wrong names.
-    close = difflib.get_close_matches(normalized_word, names, n=1, cutoff=0.75)
+    close = difflib.get_close_matches(normalized_word, normalized_names, n=1, cutoff=0.75)
     if close:
-        return names[close[0]]
+        return normalized_names[close[0]]
     if len(normalized_word) < 4:
         return None
     # No similar name: is the word the beginning of exactly one name, or one of its words between underscores?
     containing = []
-    for name in known:
+    for name in names:
         if _normalize(name).startswith(normalized_word) or normalized_word in name.lower().split("_"):
             containing.append(name)
     return containing[0] if len(containing) == 1 else None
@@ -169,12 +169,12 @@ def _normalize(word: str) -> str:
     return word.lower().replace("-", "").replace("_", "")
 
 
-def name_hint(word: str, known: Collection[str], prefix: str = "", otherwise: str | None = None) -> str:
+def name_hint(word: str, names: Collection[str], prefix: str = "", otherwise: str | None = None) -> str:
     """Return the end of a message about an unknown name.
 
     Args:
         word: The unknown name.
-        known: The known names.
+        names: The known names.
         prefix: Text in front of a similar name, such as the section of a key.
         otherwise: The result if no name is similar. None: a list of all known names.
 
@@ -182,12 +182,12 @@ def name_hint(word: str, known: Collection[str], prefix: str = "", otherwise: st
         >>> name_hint("cosin", ["constant", "cosine"])
         '; did you mean cosine?'
     """
-    near = closest_name(word, known)
+    near = closest_name(word, names)
     if near:
         return f"; did you mean {prefix}{near}?"
     if otherwise is not None:
         return otherwise
-    return f"; there are {', '.join(known)}"
+    return f"; there are {', '.join(names)}"
 
 
 def format_value(value: Any) -> str:

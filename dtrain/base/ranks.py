@@ -106,11 +106,11 @@ class Ranks:
         Collectives:
             One all-gather of objects.
         """
-        own_outcome = _attempt(act)
-        outcomes: list[Any] = [own_outcome]
+        local_outcome = _attempt(act)
+        outcomes: list[Any] = [local_outcome]
         if self.distributed:
             outcomes = [None] * self.size
-            dist.all_gather_object(outcomes, own_outcome, group=self.group)
+            dist.all_gather_object(outcomes, local_outcome, group=self.group)
         problems = [outcome.problem for outcome in outcomes if outcome.problem is not None]
         if problems:
             raise UserError("\n".join(dict.fromkeys(problems)))
@@ -200,10 +200,10 @@ def file_digests(files: Sequence[Path], mismatch: str | None = None, ranks: Rank
         for number, file in enumerate(files):
             num_chunks = math.ceil(file.stat().st_size / CHUNK_BYTES)
             chunks += [(number, index) for index in range(num_chunks)]
-        own_chunks = chunks[readers.index(ranks.rank) :: len(readers)]
+        local_chunks = chunks[readers.index(ranks.rank) :: len(readers)]
         with ThreadPoolExecutor(READ_THREADS) as threads:
-            digests = threads.map(lambda chunk: _chunk_digest(files[chunk[0]], chunk[1]), own_chunks)
-            return dict(zip(own_chunks, digests, strict=True))
+            digests = threads.map(lambda chunk: _chunk_digest(files[chunk[0]], chunk[1]), local_chunks)
+            return dict(zip(local_chunks, digests, strict=True))
 
     results = ranks.gather_results(read)
     chunk_digests: dict[tuple[int, int], str] = {}
@@ -249,33 +249,33 @@ def _chunk_digest(file: Path, chunk: int) -> str:
     return hasher.hexdigest()
 
 
-def balance_by_cost(costs: Sequence[float], places: int, max_items: int | None = None) -> list[list[int]]:
-    """Distribute items over places so that the places have about the same cost.
+def balance_by_cost(costs: Sequence[float], num_bins: int, max_items: int | None = None) -> list[list[int]]:
+    """Distribute items over bins, such as ranks, so that the bins have about the same cost.
 
-    The items are assigned in the order of their costs, the most expensive item first, each to the place with the lowest
-    total cost so far. Without `max_items`, the largest total cost of a place is at most 4/3 of the best possible one.
+    The items are assigned in the order of their costs, the most expensive item first, each to the bin with the lowest
+    total cost so far. Without `max_items`, the largest total cost of a bin is at most 4/3 of the best possible one.
 
     Args:
         costs: Cost of each item.
-        places: Number of places, such as ranks.
-        max_items: Maximum number of items of a place. All places together must have room for all items. None: no limit.
+        num_bins: Number of bins.
+        max_items: Maximum number of items of a bin. All bins together must have room for all items. None: no limit.
 
     Returns:
-        The indices of each place's items, in ascending order.
+        The indices of each bin's items, in ascending order.
 
     Example:
-        >>> balance_by_cost([5, 1, 4, 3, 3], places=2)
+        >>> balance_by_cost([5, 1, 4, 3, 3], num_bins=2)
         [[0, 4], [1, 2, 3]]
 
     Reference:
         R. L. Graham, Bounds on multiprocessing timing anomalies, SIAM Journal on Applied Mathematics 17, 1969.
     """
-    shares: list[list[int]] = [[] for _ in range(places)]
-    loads = [0.0] * places
+    bins: list[list[int]] = [[] for _ in range(num_bins)]
+    loads = [0.0] * num_bins
     by_cost = sorted(range(len(costs)), key=lambda index: (-costs[index], index))
     for index in by_cost:
-        open_places = [place for place in range(places) if max_items is None or len(shares[place]) < max_items]
-        place = min(open_places, key=lambda place: (loads[place], place))
-        loads[place] += costs[index]
-        shares[place].append(index)
-    return [sorted(share) for share in shares]
+        candidates = [number for number in range(num_bins) if max_items is None or len(bins[number]) < max_items]
+        cheapest = min(candidates, key=lambda number: (loads[number], number))
+        loads[cheapest] += costs[index]
+        bins[cheapest].append(index)
+    return [sorted(items) for items in bins]

@@ -1,7 +1,7 @@
 """Top-p (nucleus) masks over a vocabulary, by a binary search over the values instead of a sort.
 
 Top-p sampling keeps the tokens with the highest probabilities whose sum reaches p. The usual way sorts the vocabulary.
-This module instead searches for the smallest kept value, the threshold v:
+This module instead searches for the lowest value that is kept, the threshold v:
 
     mass(v) = sum of the probabilities of all tokens with a value of at least v        falls as v rises
     threshold = the largest v with mass(v) >= p
@@ -40,32 +40,32 @@ _SMALL_NUMEL = 2**22
 _BITS_PER_PASS, _BITS_PER_PASS_SMALL = 2, 4
 
 
-def smallest_kept_value(values: Tensor, probabilities: Tensor, share: Tensor) -> Tensor:
+def find_top_p_threshold(values: Tensor, probabilities: Tensor, target_mass: Tensor) -> Tensor:
     """Find the smallest value that top-p sampling keeps.
 
     Args:
         values: [n, V], any floating dtype. For example logits.
         probabilities: Probabilities of the tokens, [n, V].
-        share: The sum that the probabilities of the kept tokens reach, [n, 1] float64. At most the sum of all.
+        target_mass: The sum that the probabilities of the kept tokens reach, [n, 1] float64. At most the sum of all.
 
     Returns:
-        The largest v for which the probabilities of all tokens with values >= v sum to at least `share`, [n, 1]. NaN
-        for a row that contains NaN.
+        The largest v for which the probabilities of all tokens with values >= v sum to at least `target_mass`, [n, 1].
+        NaN for a row that contains NaN.
     """
     is_small = values.numel() <= _SMALL_NUMEL
     step = _BITS_PER_PASS_SMALL if is_small else _BITS_PER_PASS
-    # With a share of 0, every trial would have enough mass, and the search would end at the highest rank, a NaN.
-    share = share.clamp(min=torch.finfo(torch.float64).tiny)
+    # With a target mass of 0, every trial would have enough mass, and the search would end at the highest rank, a NaN.
+    target_mass = target_mass.clamp(min=torch.finfo(torch.float64).tiny)
     num_bits = torch.iinfo(_INTEGER_TYPES[values.dtype]).bits
     rank = torch.zeros(len(values), 1, dtype=torch.int64, device=values.device)
     for shift in range(num_bits - step, -1, -step):
-        rank = _find_next_bits(rank, torch.tensor(shift), values, probabilities, share, is_small)
+        rank = _find_next_bits(rank, torch.tensor(shift), values, probabilities, target_mass, is_small)
     return _float_at_rank(rank, values.dtype)
 
 
 @Fused
 def _find_next_bits(
-    rank: Tensor, shift: Tensor, values: Tensor, probabilities: Tensor, share: Tensor, is_small: bool
+    rank: Tensor, shift: Tensor, values: Tensor, probabilities: Tensor, target_mass: Tensor, is_small: bool
 ) -> Tensor:
     """Find the next bits of the threshold's rank.
 
@@ -77,9 +77,9 @@ def _find_next_bits(
         rank: The bits that are known, with zeros below them, [n, 1] int64.
         shift: Position of the lowest of the next bits. A scalar tensor on the host, because torch.compile would compile
             the function again for each Python number.
-        values: As in `smallest_kept_value`, [n, V].
-        probabilities: As in `smallest_kept_value`, [n, V].
-        share: As in `smallest_kept_value`, [n, 1].
+        values: As in `find_top_p_threshold`, [n, V].
+        probabilities: As in `find_top_p_threshold`, [n, V].
+        target_mass: As in `find_top_p_threshold`, [n, 1].
         is_small: Whether a pass finds 4 bits instead of 2.
 
     Returns:
@@ -95,7 +95,7 @@ def _find_next_bits(
         for threshold in trials.split(1, 1)
     ]
     # The masses fall, so the number of trials with enough mass is the largest such digit.
-    digit = (torch.cat(masses, 1) >= share).sum(-1, keepdim=True)
+    digit = (torch.cat(masses, 1) >= target_mass).sum(-1, keepdim=True)
     return rank | (digit << shift)
 
 
@@ -140,28 +140,28 @@ def top_p_mask(logits: Tensor, top_p: float) -> Tensor:
     """
     p = torch.softmax(logits, -1, dtype=torch.promote_types(logits.dtype, torch.float32))
     total = p.sum(-1, keepdim=True, dtype=torch.float64)
-    share = total.clamp(max=top_p)
-    threshold = smallest_kept_value(logits, p, share)
+    target_mass = total.clamp(max=top_p)
+    threshold = find_top_p_threshold(logits, p, target_mass)
     # By rounding, all probabilities together may sum to less than top_p. All tokens are kept then.
-    return _mask_down_to(threshold, logits, p, share) | (total < top_p)
+    return _mask_down_to(threshold, logits, p, target_mass) | (total < top_p)
 
 
 @Fused
-def _mask_down_to(threshold: Tensor, logits: Tensor, p: Tensor, share: Tensor) -> Tensor:
+def _mask_down_to(threshold: Tensor, logits: Tensor, p: Tensor, target_mass: Tensor) -> Tensor:
     """Return the mask of the tokens with logits above the threshold, and of the needed tokens at the threshold.
 
-    Tokens with logits equal to the threshold are added in the order of their ids until `share` is reached, at least
-    one. For example, with probabilities 0.4, 0.2, 0.2, 0.2 and share 0.5, the first two tokens are kept.
+    Tokens with logits equal to the threshold are added in the order of their ids until `target_mass` is reached, at
+    least one. For example, with probabilities 0.4, 0.2, 0.2, 0.2 and target mass 0.5, the first two tokens are kept.
 
     Args:
         threshold: [n, 1].
         logits: [n, V].
         p: Probabilities, [n, V].
-        share: The sum to reach, [n, 1].
+        target_mass: The sum to reach, [n, 1].
     """
     above, equal = logits > threshold, logits == threshold
     mass_above = torch.where(above, p, 0).sum(-1, keepdim=True, dtype=torch.float64)
     p_of_equal = torch.where(equal, p, 0).amax(-1, keepdim=True).to(torch.float64)
     index_among_equal = equal.cumsum(-1) - 1  # [n, V]
-    is_needed = mass_above + index_among_equal * p_of_equal < share
+    is_needed = mass_above + index_among_equal * p_of_equal < target_mass
     return above | (equal & (is_needed | (index_among_equal == 0)))

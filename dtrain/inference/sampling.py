@@ -23,7 +23,7 @@ from torch import Tensor
 
 from dtrain.base.errors import UserError
 from dtrain.base.randomness import random_key, random_uniform
-from dtrain.base.top_p import smallest_kept_value
+from dtrain.base.top_p import find_top_p_threshold
 from dtrain.base.torch_functions import cumsum
 from dtrain.inference.kv_cache import PromptKey, slot_size
 from dtrain.inference.request import Request, SamplingParams
@@ -312,7 +312,7 @@ def filter_probabilities(
             threshold = _top_p_threshold(probabilities, top_p, needed, _TOP_P_CANDIDATES)
         else:
             # On a GPU sorting is slow, and checking whether the candidates suffice would make the host wait.
-            threshold = smallest_kept_value(probabilities, probabilities, needed)
+            threshold = find_top_p_threshold(probabilities, probabilities, needed)
         probabilities = probabilities.masked_fill((probabilities < threshold) & (top_p < 1.0), 0.0)
     if min_p is not None:
         threshold = min_p.to(probabilities.dtype) * probabilities.amax(-1, keepdim=True)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dtrain.base.top_p import smallest_kept_value, top_p_mask
+from dtrain.base.top_p import find_top_p_threshold, top_p_mask
 from dtrain.commands.plan.planned_device import MetaKernels, PlannedDevice
 from dtrain.losses import TrainingSamplingParams
 from dtrain.losses.head.filtered import filtered_logprobs_from_hidden_states
@@ -75,13 +75,13 @@ def test_a_draws_threshold_is_that_of_sorted_probabilities(dtype, step, monkeypa
         share = top_p * p.sum(-1, keepdim=True, dtype=torch.float64)
         ordered = p.double().sort(-1, descending=True).values
         count = (ordered.cumsum(-1) - ordered < share).sum(-1, keepdim=True).clamp(min=1)
-        assert torch.equal(smallest_kept_value(p, p, share).double(), ordered.gather(1, count - 1))
+        assert torch.equal(find_top_p_threshold(p, p, share).double(), ordered.gather(1, count - 1))
 
 
 def test_rows_that_are_not_numbers_and_a_share_of_nothing():
     logits = torch.tensor([[1.0, float("nan"), 2.0], [1.0, 2.0, 2.0]])
     assert top_p_mask(logits, 0.0)[1].tolist() == [False, True, False]
-    assert smallest_kept_value(logits, logits, torch.full((2, 1), 0.5, dtype=torch.float64)).shape == (2, 1)
+    assert find_top_p_threshold(logits, logits, torch.full((2, 1), 0.5, dtype=torch.float64)).shape == (2, 1)
 
 
 def test_a_gpu_holds_no_copy_of_the_head_in_float32():

@@ -28,6 +28,9 @@ from dtrain.base.model_directory import TOKENIZER_FILE
 from dtrain.data.text.template import choose_template
 from dtrain.data.text.tokenizer import Tokenizer
 
+Merge = tuple[str, ...]
+"""Two texts that are merged."""
+
 _SPACE = "▁"  # SentencePiece's character for a space
 _PHI3 = "phi-3"  # llama.cpp strips spaces after special tokens if `general.name` contains this
 _KEEP_SPACES = ("<unk>", "<s>", "<|endoftext|>")  # special tokens after which it does not
@@ -113,18 +116,18 @@ def read_vocabulary(directory: Path, base: Path, rows: int, template: Path) -> V
     return vocabulary
 
 
-def _read(tokenizer: Tokenizer, written: Mapping[str, Any], rows: int) -> Vocabulary:
+def _read(tokenizer: Tokenizer, content: Mapping[str, Any], rows: int) -> Vocabulary:
     """Convert a tokenizer to llama.cpp's form, without its chat template.
 
     Args:
         tokenizer: The tokenizer.
-        written: Content of its tokenizer.json.
+        content: Content of its tokenizer.json.
         rows: Rows of the model's embedding.
 
     Raises:
         UserError: If llama.cpp would give other ids for some text. The error names the part of tokenizer.json.
     """
-    model = written["model"]
+    model = content["model"]
     if model.get("type") != "BPE":
         raise UserError(f"model: its type is {model.get('type')}; BPE is written")
     for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
@@ -137,21 +140,28 @@ def _read(tokenizer: Tokenizer, written: Mapping[str, Any], rows: int) -> Vocabu
     types = ["NORMAL" if number in words else "UNUSED" for number in range(rows)]
     is_byte_level = not model.get("byte_fallback")
     vocabulary = Vocabulary("gpt2" if is_byte_level else "llama", "default", tokens, types)
-    pairs = []  # tokenizer.json has merges as "a b" or as ["a", "b"]
-    for merge in model.get("merges", ()):
-        pairs.append(tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge))
+    merges = _read_merges(model)
     if is_byte_level:
-        _read_byte_level(vocabulary, written, pairs)
+        _read_byte_level(vocabulary, content, merges)
     else:
-        _read_sentencepiece(vocabulary, tokenizer, written, pairs)
-    _type_added(vocabulary, tokenizer, Backend.from_str(json.dumps(written)).normalizer)
-    _add_special(vocabulary, tokenizer)
+        _read_sentencepiece(vocabulary, tokenizer, content, merges)
+    normalizer = Backend.from_str(json.dumps(content)).normalizer
+    _set_types_of_added_tokens(vocabulary, tokenizer, normalizer)
+    _set_special_tokens(vocabulary, tokenizer)
     return vocabulary
 
 
-def _read_byte_level(vocabulary: Vocabulary, written: Mapping[str, Any], pairs: Sequence[tuple[str, ...]]) -> None:
+def _read_merges(model: Mapping[str, Any]) -> list[Merge]:
+    """Return the merges by rank. tokenizer.json has a merge as "a b" or as ["a", "b"]."""
+    merges = []
+    for merge in model.get("merges", ()):
+        merges.append(tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge))
+    return merges
+
+
+def _read_byte_level(vocabulary: Vocabulary, content: Mapping[str, Any], merges: Sequence[Merge]) -> None:
     """Set the fields of a vocabulary of kind "gpt2": the name of its regular expressions, and merges."""
-    normalizer = written.get("normalizer")
+    normalizer = content.get("normalizer")
     if normalizer is not None and normalizer.get("type") != "NFC":
         raise UserError(f"normalizer: llama.cpp has none, and this one is {normalizer.get('type')}")
     if normalizer is not None:
@@ -159,10 +169,10 @@ def _read_byte_level(vocabulary: Vocabulary, written: Mapping[str, Any], pairs: 
             "llama.cpp does not compose characters (NFC), as the tokenizer does: give it composed ones"
         )
     # Both leave out bytes without a token, unless tokenizer.json has a token to replace them.
-    if written["model"].get("unk_token") is not None and set(ByteLevel.alphabet()) - set(vocabulary.tokens):
+    if content["model"].get("unk_token") is not None and set(ByteLevel.alphabet()) - set(vocabulary.tokens):
         raise UserError("model: bytes without a token become its unk_token")
-    vocabulary.pre = _pre_tokenizer_name(written)
-    vocabulary.merges = [" ".join(pair) for pair in pairs]
+    vocabulary.pre = _pre_tokenizer_name(content)
+    vocabulary.merges = [" ".join(merge) for merge in merges]
 
 
 def _pre_tokenizer_name(tokenizer: Mapping[str, Any]) -> str:
@@ -177,11 +187,12 @@ def _pre_tokenizer_name(tokenizer: Mapping[str, Any]) -> str:
         steps += _regexes(entry)
     if not entries or entries[-1].get("type") != "ByteLevel":
         raise UserError("pre_tokenizer: its last step is not ByteLevel, as llama.cpp's is")
-    looks_up = tokenizer["model"].get("ignore_merges") is True
-    name = _NAMES.get((tuple(steps), looks_up))
+    ignores_merges = tokenizer["model"].get("ignore_merges") is True
+    name = _NAMES.get((tuple(steps), ignores_merges))
     if name is None:
-        has = "and looks whole words up before it merges" if looks_up else "and merges every word"
-        raise UserError(f"pre_tokenizer: llama.cpp has none that splits by {' then '.join(steps) or 'nothing'} {has}")
+        expressions = " then ".join(steps) or "nothing"
+        merging = "looks whole words up before it merges" if ignores_merges else "merges every word"
+        raise UserError(f"pre_tokenizer: llama.cpp has none that splits by {expressions} and {merging}")
     return name
 
 
@@ -204,41 +215,40 @@ def _regexes(entry: Mapping[str, Any]) -> list[str]:
 
 
 def _read_sentencepiece(
-    vocabulary: Vocabulary, tokenizer: Tokenizer, written: Mapping[str, Any], pairs: Sequence[tuple[str, ...]]
+    vocabulary: Vocabulary, tokenizer: Tokenizer, content: Mapping[str, Any], merges: Sequence[Merge]
 ) -> None:
     """Set the fields of a vocabulary of kind "llama": byte tokens, the unknown token and scores. Raises UserError."""
-    if written["model"].get("ignore_merges"):
+    if content["model"].get("ignore_merges"):
         raise UserError("model: it looks whole words up before it merges (ignore_merges)")
-    vocabulary.adds_space = _adds_space(written)
+    vocabulary.adds_space = _adds_space(content)
     ids = {token: number for number, token in enumerate(vocabulary.tokens)}
     for value in range(256):
         number = ids.get(f"<0x{value:02X}>")
         if number is None:
             raise UserError(f"model: the byte <0x{value:02X}> has no token")
         vocabulary.types[number] = "BYTE"
-    unknown = written["model"].get("unk_token")
+    unknown = content["model"].get("unk_token")
     if unknown in ids:
         vocabulary.types[ids[unknown]] = "UNKNOWN"
         vocabulary.ids["unk"] = ids[unknown]
-    vocabulary.scores = _scores(
-        vocabulary.tokens, pairs, {token.content for token in tokenizer.added_tokens().values()}
-    )
+    added_tokens = {token.content for token in tokenizer.added_tokens().values()}
+    vocabulary.scores = _scores(vocabulary.tokens, merges, added_tokens)
 
 
-def _adds_space(written: Mapping[str, Any]) -> bool:
+def _adds_space(content: Mapping[str, Any]) -> bool:
     """Check whether a space is added before a text and after every special token, as in Llama 2. Gemma adds none.
 
     Raises UserError for any step that does not replace spaces as SentencePiece does.
     """
-    normalizer, split = written.get("normalizer") or {}, written.get("pre_tokenizer") or {}
+    normalizer, split = content.get("normalizer") or {}, content.get("pre_tokenizer") or {}
     steps = normalizer.get("normalizers", [normalizer] if normalizer else [])
-    kinds = [step.get("type") for step in steps]
-    replaces = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
-    if kinds in (["Prepend", "Replace"], ["Replace"]) and steps[-1] == replaces:
+    step_types = [step.get("type") for step in steps]
+    replace_spaces = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
+    if step_types in (["Prepend", "Replace"], ["Replace"]) and steps[-1] == replace_spaces:
         if split and not (split.get("type") == "Split" and split.get("pattern") == {"String": " "}):
             raise UserError(f"pre_tokenizer: llama.cpp splits no text of SentencePiece's, and this is {split}")
-        return len(kinds) == 2
-    if not kinds and split.get("type") == "Metaspace":
+        return len(step_types) == 2
+    if not step_types and split.get("type") == "Metaspace":
         scheme = split.get("prepend_scheme", "always")
         if split.get("replacement") == _SPACE and split.get("split") is False and scheme != "first":
             if scheme == "always":  # it adds none before a space, and llama.cpp does
@@ -248,10 +258,12 @@ def _adds_space(written: Mapping[str, Any]) -> bool:
             f"pre_tokenizer: Metaspace with prepend_scheme {scheme!r} and split {split.get('split')!r}; llama.cpp adds "
             "a space after every special token or none at all, and splits nothing"
         )
-    raise UserError(f"normalizer: llama.cpp has none that does {kinds or 'nothing'} beside a pre_tokenizer {split}")
+    raise UserError(
+        f"normalizer: llama.cpp has none that does {step_types or 'nothing'} beside a pre_tokenizer {split}"
+    )
 
 
-def _scores(tokens: Sequence[str], pairs: Sequence[tuple[str, ...]], added: set[str]) -> list[float]:
+def _scores(tokens: Sequence[str], merges: Sequence[Merge], added: set[str]) -> list[float]:
     """Return a score for each token with which llama.cpp applies merges in the order of tokenizer.json.
 
     tokenizer.json ranks pairs, and merges the pair with the lowest rank first. llama.cpp scores merged texts, and forms
@@ -261,60 +273,102 @@ def _scores(tokens: Sequence[str], pairs: Sequence[tuple[str, ...]], added: set[
 
     Args:
         tokens: All tokens.
-        pairs: The merges, by rank.
+        merges: The merges, by rank.
         added: Added tokens, which are not merged.
 
     Raises:
         UserError: If scores cannot express the ranks. This is so if the pairs that form a token do not have
             consecutive ranks, or if two tokens together are the text of a third one, but no merge joins them.
     """
-    ranks: dict[str, int] = {}
-    previous = None
-    for left, right in pairs:
-        word = left + right
-        if word != previous and word in ranks:
-            raise UserError(f"model: merges form {word!r} at ranks apart, which scores of tokens cannot say")
-        ranks.setdefault(word, len(ranks))
-        previous = word
-    known, merged = set(tokens) - added, set(pairs)
-    for word in ranks.keys() & known:
-        for cut in range(1, len(word)):
-            part = word[:cut], word[cut:]
-            if part[0] in known and part[1] in known and part not in merged:
-                raise UserError(f"model: no merge forms {word!r} of {part[0]!r} and {part[1]!r}, which llama.cpp does")
-    for word in known - ranks.keys():
-        if any(word[:cut] in known and word[cut:] in known for cut in range(1, len(word))):
-            raise UserError(f"model: no merge forms {word!r}, which llama.cpp forms of its parts")
+    ranks = _ranks_of_merged_texts(merges)
+    _check_merged_texts(ranks, set(tokens) - added, set(merges))
     return [-float(ranks.get(token, len(ranks))) for token in tokens]
 
 
-def _type_added(vocabulary: Vocabulary, tokenizer: Tokenizer, normalizer: Normalizer | None) -> None:
+def _ranks_of_merged_texts(merges: Sequence[Merge]) -> dict[str, int]:
+    """Return the rank of each text that merges form. Raises UserError if other merges are between those of a text."""
+    ranks: dict[str, int] = {}
+    previous = None
+    for left, right in merges:
+        text = left + right
+        if text != previous and text in ranks:
+            raise UserError(f"model: merges form {text!r} at ranks apart, which scores of tokens cannot say")
+        ranks.setdefault(text, len(ranks))
+        previous = text
+    return ranks
+
+
+def _check_merged_texts(ranks: Mapping[str, int], tokens: set[str], merges: set[Merge]) -> None:
+    """Raise UserError if llama.cpp would join two tokens that no merge joins, because their text is a token.
+
+    Args:
+        ranks: Rank of each text that a merge forms.
+        tokens: All tokens that are not added tokens.
+        merges: The merges.
+    """
+    for text in ranks.keys() & tokens:
+        for left, right in _splits_into_tokens(text, tokens):
+            if (left, right) not in merges:
+                raise UserError(f"model: no merge forms {text!r} of {left!r} and {right!r}, which llama.cpp does")
+    for text in tokens - ranks.keys():
+        if _splits_into_tokens(text, tokens):
+            raise UserError(f"model: no merge forms {text!r}, which llama.cpp forms of its parts")
+
+
+def _splits_into_tokens(text: str, tokens: set[str]) -> list[tuple[str, str]]:
+    """Return the ways to write a text as two tokens.
+
+    Example:
+        >>> _splits_into_tokens("abc", {"a", "ab", "bc"})
+        [('a', 'bc')]
+    """
+    splits = []
+    for cut in range(1, len(text)):
+        left, right = text[:cut], text[cut:]
+        if left in tokens and right in tokens:
+            splits.append((left, right))
+    return splits
+
+
+def _set_types_of_added_tokens(vocabulary: Vocabulary, tokenizer: Tokenizer, normalizer: Normalizer | None) -> None:
     """Set the types of added tokens. Raises UserError for flags that llama.cpp does not have."""
-    added = tokenizer.added_tokens()
-    for number, token in added.items():
+    added_tokens = tokenizer.added_tokens()
+    for number, token in added_tokens.items():
         if token.single_word or token.lstrip:
             flag = "single_word" if token.single_word else "lstrip"
             raise UserError(f"added_tokens: {token.content!r} is {flag}, which llama.cpp does not know")
-        changes = normalizer is not None and normalizer.normalize_str(token.content) != token.content
-        if token.normalized and changes:
+        is_changed = normalizer is not None and normalizer.normalize_str(token.content) != token.content
+        if token.normalized and is_changed:
             raise UserError(f"added_tokens: {token.content!r} is found after the normalizer changed it (normalized)")
+        # Tokens of spaces are merged like other tokens, and written as spaces.
         is_spaces = not token.content.strip(_SPACE) and vocabulary.kind == "llama"
-        if vocabulary.types[number] == "NORMAL" and not is_spaces:  # spaces are merged, and written as spaces
+        if vocabulary.types[number] == "NORMAL" and not is_spaces:
             vocabulary.types[number] = "CONTROL" if token.special else "USER_DEFINED"
-    stripping = {token.content for token in added.values() if token.rstrip}
+
+    # llama.cpp strips spaces only as Phi-3 does: after every added token but three.
+    stripping = {token.content for token in added_tokens.values() if token.rstrip}
     vocabulary.strips_after_special = bool(stripping)
-    if stripping:
-        matched = {token.content for number, token in added.items() if vocabulary.types[number] != "NORMAL"}
-        if stripping != matched - set(_KEEP_SPACES) or "</s>" not in stripping or set(_KEEP_SPACES) - matched:
-            raise UserError(f"added_tokens: {min(stripping)!r} is rstrip, which llama.cpp knows as Phi-3 has it alone")
+    if not stripping:
+        return
+    matched = {token.content for number, token in added_tokens.items() if vocabulary.types[number] != "NORMAL"}
+    keeping = set(_KEEP_SPACES)
+    is_phi3 = stripping == matched - keeping and "</s>" in stripping and keeping <= matched
+    if not is_phi3:
+        raise UserError(f"added_tokens: {min(stripping)!r} is rstrip, which llama.cpp knows as Phi-3 has it alone")
 
 
-def _add_special(vocabulary: Vocabulary, tokenizer: Tokenizer) -> None:
+def _set_special_tokens(vocabulary: Vocabulary, tokenizer: Tokenizer) -> None:
+    """Set the ids of special tokens, and which of them are added to a text.
+
+    Raises UserError if other tokens than bos_token and eos_token are added.
+    """
     before, after = tokenizer.affixes()
     if len(before) > 1 or len(after) > 1:
         raise UserError("post_processor: it adds more than one token before a text or after it")
     bos, eos = tokenizer.bos_id, tokenizer.eos_id
-    if before and before[0] != bos or after and after[0] != eos:
+    adds_other_bos = bool(before) and before[0] != bos
+    adds_other_eos = bool(after) and after[0] != eos
+    if adds_other_bos or adds_other_eos:
         raise UserError("post_processor: it adds other tokens than bos_token before a text and eos_token after it")
     vocabulary.adds_bos, vocabulary.adds_eos = bool(before), bool(after)
     # llama.cpp ends an answer at each of these tokens: the end of a text, of a turn, of a message.
@@ -349,8 +403,14 @@ def add_vocabulary(writer: Any, vocabulary: Vocabulary) -> None:
         writer.add_add_space_prefix(vocabulary.adds_space)
     else:
         writer.add_token_merges(vocabulary.merges)
-    adders = {"bos": writer.add_bos_token_id, "eos": writer.add_eos_token_id, "unk": writer.add_unk_token_id}
-    adders |= {"pad": writer.add_pad_token_id, "eot": writer.add_eot_token_id, "eom": writer.add_eom_token_id}
+    adders = {
+        "bos": writer.add_bos_token_id,
+        "eos": writer.add_eos_token_id,
+        "unk": writer.add_unk_token_id,
+        "pad": writer.add_pad_token_id,
+        "eot": writer.add_eot_token_id,
+        "eom": writer.add_eom_token_id,
+    }
     for name, number in vocabulary.ids.items():
         adders[name](number)
     writer.add_add_bos_token(vocabulary.adds_bos)
