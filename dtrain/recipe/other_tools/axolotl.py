@@ -269,11 +269,11 @@ def _read_messages(draft: Draft, dataset: Dataset, base: str, entry: Mapping[str
     content = mapping.get("content", entry.get("message_field_content"))
     is_sharegpt = (role, content) == ("from", "value") or (base == "sharegpt" and role is None)
     dataset.format = "sharegpt" if is_sharegpt else "messages"
-    default_column = "conversations" if is_sharegpt else "messages"
+    column_in_dtrain = "conversations" if is_sharegpt else "messages"
     default_column = "conversations" if base == "sharegpt" else "messages"
     column = str(entry.get("field_messages") or default_column)
-    if column != default_column:
-        dataset.columns[default_column] = column
+    if column != column_in_dtrain:
+        dataset.columns[column_in_dtrain] = column
     if entry.get("field_tools") not in (None, "tools"):
         dataset.columns["tools"] = str(entry["field_tools"])
     if not is_sharegpt and (role not in (None, "role") or content not in (None, "content")):
