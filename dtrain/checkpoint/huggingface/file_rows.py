@@ -27,7 +27,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dtrain.adapters.config import is_adapter
-from dtrain.models.common.config import ModelConfig
+from dtrain.models.common.config import ExpertsConfig, ModelConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -283,30 +283,8 @@ def _fused_weights_of(config: ModelConfig, name: str, has_stacks: bool) -> list[
     parent, _, last = module.rpartition(".")
     if last in config.unnamed_modules:
         return [FusedWeight(f"{parent}.{parameter}", (name,))]
-    experts = config.experts
-    if experts is not None and parent.endswith(".experts") and not is_adapter(name):
-        if not has_stacks:
-            matrices = []
-            for number in range(experts.num_experts):
-                matrices.append(FusedWeight(f"{parent}.{number}.{last}.{parameter}", (name,), number))
-            return matrices
-        suffix = "_bias" if parameter == "bias" else ""
-        is_interleaved = experts.is_transposed
-        is_transposed = experts.is_transposed and not suffix
-        if last == "down_proj":
-            return [
-                FusedWeight(f"{module}{suffix}", (name,), is_interleaved=is_interleaved, is_transposed=is_transposed)
-            ]
-        pair = (f"{parent}.gate_proj.{parameter}", f"{parent}.up_proj.{parameter}")
-        return [
-            FusedWeight(
-                f"{parent}.gate_up_proj{suffix}",
-                pair,
-                dim=1,
-                is_interleaved=is_interleaved,
-                is_transposed=is_transposed,
-            )
-        ]
+    if config.experts is not None and parent.endswith(".experts") and not is_adapter(name):
+        return _fused_expert_weights(config.experts, name, has_stacks)
     joined_module = config.file_module(module)
     if joined_module == module:
         return [FusedWeight(name, (name,))]
@@ -314,6 +292,31 @@ def _fused_weights_of(config: ModelConfig, name: str, has_stacks: bool) -> list[
     if parameter == "lora_A":
         parts = parts[:1]
     return [FusedWeight(f"{joined_module}.{parameter}", parts)]
+
+
+def _fused_expert_weights(experts: ExpertsConfig, name: str, has_stacks: bool) -> list[FusedWeight]:
+    """Return the tensors of the files for one stack of expert matrices of the model.
+
+    For example, `mlp.experts.gate_proj.weight` is a part of `mlp.experts.gate_up_proj` if the files have stacks.
+    Otherwise it consists of `mlp.experts.0.gate_proj.weight`, `mlp.experts.1.gate_proj.weight` and so on.
+    """
+    module, _, parameter = name.rpartition(".")
+    parent, _, matrix = module.rpartition(".")
+    if not has_stacks:
+        matrices = []
+        for number in range(experts.num_experts):
+            matrices.append(FusedWeight(f"{parent}.{number}.{matrix}.{parameter}", (name,), number))
+        return matrices
+    is_bias = parameter == "bias"
+    suffix = "_bias" if is_bias else ""
+    is_interleaved = experts.is_transposed
+    is_transposed = experts.is_transposed and not is_bias
+    if matrix == "down_proj":
+        file_name = f"{module}{suffix}"
+        return [FusedWeight(file_name, (name,), is_interleaved=is_interleaved, is_transposed=is_transposed)]
+    file_name = f"{parent}.gate_up_proj{suffix}"
+    parts = (f"{parent}.gate_proj.{parameter}", f"{parent}.up_proj.{parameter}")
+    return [FusedWeight(file_name, parts, dim=1, is_interleaved=is_interleaved, is_transposed=is_transposed)]
 
 
 class LocatedParts(NamedTuple):
@@ -340,22 +343,30 @@ def locate_parts(fused: FusedWeight, name: str, shapes: Mapping[str, tuple[int, 
     if fused.expert is not None:
         return LocatedParts(shapes[first][1:], {first: FileRows(name, expert_names=(name,))})
     if len(shapes[first]) == 3 and is_adapter(fused.name):
-        file_shapes = {part: adapter_shape_in_file(part, shapes[part]) for part in fused.parts}
-        shape, matrix_rows = locate_parts(replace(fused, dim=0), name, file_shapes)
-        num_experts = shapes[first][0]
-        adapter_rows: dict[str, FileRows] = {}
-        for part, rows in matrix_rows.items():
-            adapter_rows[part] = ExpertAdapterRows(name, rows.start, rows.count, experts=num_experts)
-        return LocatedParts(shape, adapter_rows)
+        return _locate_expert_adapters(fused, name, shapes)
     shape = fused.shape([shapes[part] for part in fused.parts])
     if len(fused.parts) == 1:
         return LocatedParts(shape, {first: FileRows(name, is_transposed=fused.is_transposed)})
     counts = [shapes[part][fused.dim] for part in fused.parts]
     if fused.is_interleaved:
-        starts, step = list(range(len(counts))), len(counts)
+        # Row i of part p is row i * len(parts) + p of the file.
+        starts = list(range(len(counts)))
+        step = len(counts)
     else:
-        starts, step = list(accumulate(counts[:-1], initial=0)), 1
+        starts = list(accumulate(counts[:-1], initial=0))
+        step = 1
     part_rows = {}
     for part, start, count in zip(fused.parts, starts, counts, strict=True):
         part_rows[part] = FileRows(name, start, count, dim=fused.dim, step=step, is_transposed=fused.is_transposed)
     return LocatedParts(shape, part_rows)
+
+
+def _locate_expert_adapters(fused: FusedWeight, name: str, shapes: Mapping[str, tuple[int, ...]]) -> LocatedParts:
+    """Do as `locate_parts` for the adapters of stacks of experts, which the files have as matrices."""
+    shapes_in_file = {part: adapter_shape_in_file(part, shapes[part]) for part in fused.parts}
+    shape, matrix_rows = locate_parts(replace(fused, dim=0), name, shapes_in_file)
+    num_experts = shapes[fused.parts[0]][0]
+    adapter_rows: dict[str, FileRows] = {}
+    for part, rows in matrix_rows.items():
+        adapter_rows[part] = ExpertAdapterRows(name, rows.start, rows.count, experts=num_experts)
+    return LocatedParts(shape, adapter_rows)

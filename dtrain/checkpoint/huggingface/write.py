@@ -299,17 +299,22 @@ def _split_into_files(entries: Iterable[FullWeight], max_bytes: int) -> dict[str
 
 def _write_one_file_per_rank(files: list[tuple[str, Sequence[FullWeight]]], directory: Path, ranks: Ranks) -> None:
     """Write at most one file per rank. All ranks gather one tensor for every writer, then the writers write them."""
-    own_name, own_entries = files[ranks.rank] if ranks.rank < len(files) else ("", [])
-    file = SafetensorsFile(directory / own_name, own_entries) if own_name else None
+    file = None
+    entries_to_write: Sequence[FullWeight] = ()
+    if ranks.rank < len(files):
+        name, entries_to_write = files[ranks.rank]
+        file = SafetensorsFile(directory / name, entries_to_write)
     for position in range(max(len(entries) for _, entries in files)):
-        own_tensor = None
+        gathered = None
         for writer, (_, entries) in enumerate(files):
-            if position < len(entries) and entries[position].collective:
-                tensor = entries[position].read(entries[position].dtype)
-                if writer == ranks.rank:
-                    own_tensor = tensor
-        if file is not None and position < len(own_entries):
-            file.add(own_entries[position], own_tensor)
+            if position >= len(entries) or not entries[position].collective:
+                continue
+            entry = entries[position]
+            tensor = entry.read(entry.dtype)  # on every rank
+            if writer == ranks.rank:
+                gathered = tensor
+        if file is not None and position < len(entries_to_write):
+            file.add(entries_to_write[position], gathered)
     ranks.gather_results(file.close if file is not None else lambda: None)
 
 
@@ -359,8 +364,10 @@ class SafetensorsFile:
         tensor = tensor.to(device="cpu", dtype=entry.dtype).contiguous()
         if tuple(tensor.shape) != entry.shape:
             raise ValueError(f"{entry.names[0]} is {tuple(tensor.shape)}, announced as {tuple(entry.shape)}")
-        # Write from the tensor's memory without a copy. `tensor.numpy()` would do so too, but not for bfloat16.
-        self._write((ctypes.c_char * entry.nbytes).from_address(tensor.data_ptr()) if entry.nbytes else b"")
+        if entry.nbytes:
+            # Write from the tensor's memory without a copy. `tensor.numpy()` would do so too, but not for bfloat16.
+            memory = (ctypes.c_char * entry.nbytes).from_address(tensor.data_ptr())
+            self._write(memory)
 
     def close(self) -> None:
         """Sync and close the file. Raises UserError for the first error of the disk."""

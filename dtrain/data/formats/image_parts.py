@@ -100,9 +100,9 @@ def with_images(row: Mapping[str, Any], messages: list[dict[str, Any]]) -> list[
     if not num_parts and images:
         return _put_before_first_user_message(messages, images)
     if num_parts != len(images):
-        written = "image parts" if parts_without_image else PLACEHOLDER
+        place = "image parts" if parts_without_image else PLACEHOLDER
         raise UserError(
-            f"the messages have {num_parts} places for images ({written}), but {COLUMN} has {len(images)}. "
+            f"the messages have {num_parts} places for images ({place}), but {COLUMN} has {len(images)}. "
             "Give each place one image"
         )
     filled = []
@@ -110,14 +110,20 @@ def with_images(row: Mapping[str, Any], messages: list[dict[str, Any]]) -> list[
     for message in messages:
         num_in_message = len(image_parts([message]))
         images_of_message = images[num_used : num_used + num_in_message]
-        filled.append(_replace_image_parts(message, [{"type": "image", "image": image} for image in images_of_message]))
+        new_parts = [{"type": "image", "image": image} for image in images_of_message]
+        filled.append(_replace_image_parts(message, new_parts))
         num_used += num_in_message
     return filled
 
 
 def without_images(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return messages whose image parts are `{"type": "image"}` without an image, as chat templates read them."""
-    return [_replace_image_parts(message, [{"type": "image"} for _ in image_parts([message])]) for message in messages]
+    stripped = []
+    for message in messages:
+        num_images = len(image_parts([message]))
+        new_parts = [{"type": "image"} for _ in range(num_images)]
+        stripped.append(_replace_image_parts(message, new_parts))
+    return stripped
 
 
 def image_parts(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
