@@ -505,8 +505,8 @@ class CheckpointStore:
             table = read_table(path, path.read_bytes())
         except OSError as error:
             raise UserError(describe_error(error)) from error
-        named = {location.relative_path for location in table.locations.values()}
-        unlisted = named - self._manifest(step)["files"].keys()
+        file_names = {location.relative_path for location in table.locations.values()}
+        unlisted = file_names - self._manifest(step)["files"].keys()
         if unlisted:
             raise UserError(f"{path}: names files that the checkpoint does not list: {unlisted}")
         return table
@@ -604,19 +604,19 @@ def locate_step(path: str | Path, ranks: Ranks | None = None, key: str | None = 
     Collectives:
         One broadcast of an object over `ranks`.
     """
-    shown_path = f"{key}={path}" if key else str(path)
+    source = f"{key}={path}" if key else str(path)
     path = Path(path)
     step = step_of(path.absolute())
     if step is not None:
         store = CheckpointStore(path.absolute().parent, ranks)
         errors = store.ranks.run_on_first(lambda: store.check_files(step))
         if errors:
-            raise UserError(f"{shown_path} is not a complete checkpoint: {errors[0]}")
+            raise UserError(f"{source} is not a complete checkpoint: {errors[0]}")
         return LocatedStep(store, step)
     store = CheckpointStore(path / "checkpoints" if (path / "checkpoints").is_dir() else path, ranks)
     newest = store.latest()
     if newest is None:
-        raise UserError(f"{shown_path} has no complete checkpoint (looked for step-N directories in {store.directory})")
+        raise UserError(f"{source} has no complete checkpoint (looked for step-N directories in {store.directory})")
     return LocatedStep(store, newest)
 
 

@@ -668,13 +668,13 @@ class Encoder(RowEncoder):
         full_length = len(ids)
         if self.is_dropped(full_length):
             return TOO_LONG
-        kept_images = self.images_in_range(ids, images, range(self.max_length))
-        if kept_images is None:
+        remaining_images = self.images_in_range(ids, images, range(self.max_length))
+        if remaining_images is None:
             return IMAGE_CUT
         had_target = _has_target(trained)
         ids, trained = ids[: self.max_length], trained[: self.max_length]
         if _has_target(trained):
-            return [Document(ids, trained, full_length, images=kept_images, text=text)]
+            return [Document(ids, trained, full_length, images=remaining_images, text=text)]
         if had_target:
             return NO_TRAINED_TOKEN_LEFT
         if text.dropped:
@@ -842,7 +842,7 @@ def describe_string_prompts(
         return []
     prompts = f"{count:,} {plural(count, 'prompt')}" if is_all else f"{count:,} of the first prompts"
     if prompts_as == USER:
-        way = f"read as a user's message, in the chat template ({PROMPTS_AS_KEY}=text: continued as raw text)"
+        reading = f"read as a user's message, in the chat template ({PROMPTS_AS_KEY}=text: continued as raw text)"
     else:
-        way = f"continued as raw text, without the chat template ({PROMPTS_AS_KEY}=user: read as a user's message)"
-    return [f"{label}: {prompts} as plain text: {way}"]
+        reading = f"continued as raw text, without the chat template ({PROMPTS_AS_KEY}=user: read as a user's message)"
+    return [f"{label}: {prompts} as plain text: {reading}"]

@@ -328,9 +328,9 @@ def read_tools(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def _read_chat(row: Mapping[str, Any], key: str) -> Conversation:
-    written, marks = read_messages(row[key], key)
-    messages = with_system(written, row.get("system"))
-    added_marks: list[bool | None] = [None] * (len(messages) - len(written))
+    row_messages, marks = read_messages(row[key], key)
+    messages = with_system(row_messages, row.get("system"))
+    added_marks: list[bool | None] = [None] * (len(messages) - len(row_messages))
     return Conversation(with_images(row, messages), added_marks + marks, read_tools(row))
 
 

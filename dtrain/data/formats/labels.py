@@ -151,10 +151,10 @@ class LabelledTextEncoder(RowEncoder):
             ids, _ = self._examples.encode(sample)
         if self.is_dropped(len(ids)):
             return TOO_LONG
-        kept_ids = ids[-self.max_length :]
-        if not kept_ids:
+        truncated_ids = ids[-self.max_length :]
+        if not truncated_ids:
             return NO_TOKEN
-        document = Document(kept_ids, bytearray(b"\1" * len(kept_ids)), len(ids), text=text)
+        document = Document(truncated_ids, bytearray(b"\1" * len(truncated_ids)), len(ids), text=text)
         return [document.with_columns(**{self.label.column: label})]
 
     def _without_label(self, row: Mapping[str, Any]) -> dict[str, Any]:

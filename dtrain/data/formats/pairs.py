@@ -382,9 +382,10 @@ class PairEncoder(RowEncoder):
                 return f"{SAME_TOKENS}, since the chat template leaves out {num_dropped} characters of them"
             return SAME_TOKENS
         cut = truncate_pair(full.prompt, full.chosen, full.rejected, self.max_length, self.keeps_ends)
-        num_full, num_kept = len(full.prompt), len(cut.prompt)
-        kept_images = self.images_in_range(full.prompt, images, range(num_full - num_kept, num_full))
-        if kept_images is None:
+        num_full = len(full.prompt)
+        first = num_full - len(cut.prompt)
+        cut_images = self.images_in_range(full.prompt, images, range(first, num_full))
+        if cut_images is None:
             return IMAGE_CUT
         if cut.chosen == cut.rejected:
             return SAME_TOKENS_CUT
@@ -392,7 +393,7 @@ class PairEncoder(RowEncoder):
         documents = []
         for completion, full_length, text in zip((cut.chosen, cut.rejected), full_lengths, texts, strict=True):
             trained = bytearray(len(cut.prompt)) + b"\1" * len(completion)
-            documents.append(Document([*cut.prompt, *completion], trained, full_length, images=kept_images, text=text))
+            documents.append(Document([*cut.prompt, *completion], trained, full_length, images=cut_images, text=text))
         return documents
 
     def _completion_texts(self, pair: ChatPair) -> list[DroppedText]:

@@ -256,16 +256,16 @@ class PromptEncoder(RowEncoder):
             columns = json.dumps({"prompt": prompt.content_without_images, "columns": prompt.columns}).encode()
         except TypeError as problem:
             raise UserError(f"a column is neither text, number, list nor object ({problem}). Remove it") from problem
-        kept_ids = ids[-options.max_prompt_length :]
-        kept_images = self.images_in_range(ids, images, range(len(ids) - len(kept_ids), len(ids)))
-        if kept_images is None:
+        truncated_ids = ids[-options.max_prompt_length :]
+        remaining_images = self.images_in_range(ids, images, range(len(ids) - len(truncated_ids), len(ids)))
+        if remaining_images is None:
             return IMAGE_CUT
-        documents = [Document(kept_ids, bytearray(len(kept_ids)), len(ids), columns, kept_images)]
+        documents = [Document(truncated_ids, bytearray(len(truncated_ids)), len(ids), columns, remaining_images)]
         if self._examples is not None:
-            own_answer = self._examples.encode_row(row, name)
-            if isinstance(own_answer, str):
-                return own_answer
-            documents += own_answer
+            answer_documents = self._examples.encode_row(row, name)
+            if isinstance(answer_documents, str):
+                return answer_documents
+            documents += answer_documents
         return documents
 
     def _refuse_too_long(self, length: int, has_answered_tools: bool) -> None:
@@ -335,15 +335,15 @@ class PromptEncoder(RowEncoder):
 
 def _add_continue_tag(messages: Sequence[Message]) -> list[Message]:
     """Return a conversation with a tag at the end of its last message. Raises UserError if that has no text."""
-    *others, last = messages
+    *earlier, last = messages
     content = last.get("content")
     if isinstance(content, str):
-        return [*others, {**last, "content": content + CONTINUE_TAG}]
+        return [*earlier, {**last, "content": content + CONTINUE_TAG}]
     parts = list(content or ())
     for index in reversed(range(len(parts))):
         if "text" in parts[index]:
             parts[index] = {**parts[index], "text": parts[index]["text"] + CONTINUE_TAG}
-            return [*others, {**last, "content": parts}]
+            return [*earlier, {**last, "content": parts}]
     raise UserError("the last message has no text that could be continued")
 
 

@@ -217,8 +217,8 @@ def _image_bytes(name: str, data: bytes, path: Path | None = None) -> ImageBytes
     return ImageBytes(name, data, path)
 
 
-def _image_of_path(path: Path, written: str, directory: Path | None) -> ImageBytes:
-    name = _shortened(written)
+def _image_of_path(path: Path, path_text: str, directory: Path | None) -> ImageBytes:
+    name = _shortened(path_text)
     if directory is None:
         raise UserError(f"{name}: images are not read from paths here; send the image itself, as a data URI")
     full = directory / path
@@ -230,7 +230,7 @@ def _image_of_path(path: Path, written: str, directory: Path | None) -> ImageByt
             raise UserError(f"{name}: the file is larger than {MAX_FILE_BYTES >> 30} GiB. Is it an image?")
         return _image_bytes(name, full.read_bytes(), full.absolute())
     except (OSError, ValueError) as error:  # ValueError: a null character in the path
-        hint = "; an image in base64 begins with data:image/png;base64," if len(written) > 255 else ""
+        hint = "; an image in base64 begins with data:image/png;base64," if len(path_text) > 255 else ""
         if isinstance(error, FileNotFoundError | NotADirectoryError | ValueError):
             raise UserError(f"{name}: there is no such image in {os.path.abspath(directory)}{hint}") from error
         raise UserError(f"{name}: the image cannot be read: {error.strerror}{hint}") from error
@@ -362,8 +362,8 @@ def _open_image(data: bytes, name: str) -> "ImageFile":
         return Image.open(BytesIO(data), formats=installed)
     except UnidentifiedImageError as error:
         explanation = _other_file(data) or "is the file complete?"
-        kinds = ", ".join(installed)
-        raise UserError(f"{name}: Pillow cannot read this file as an image ({kinds}): {explanation}") from error
+        formats = ", ".join(installed)
+        raise UserError(f"{name}: Pillow cannot read this file as an image ({formats}): {explanation}") from error
     except Image.DecompressionBombError as error:
         raise UserError(f"{name}: the image has more pixels than Pillow opens ({error}); shrink it") from error
     except _DAMAGED as error:

@@ -25,7 +25,7 @@ from dtrain.base.errors import UserError
 from dtrain.data.text.template import REASONING, ChatTemplate
 
 MAX_EXAMPLE = 200  # characters of an example that are stored
-MAX_SHOWN = 60  # characters of an example in a message
+MAX_EXAMPLE_LENGTH = 60  # characters of an example in a message
 # The fix for dropped text, and the key that accepts it.
 DROPPED_TEXT_FIX = "set data.chat_template to the file of a template that writes this text"
 ALLOW_DROPPED_TEXT_KEY = "data.allow_dropped_text"
@@ -80,12 +80,12 @@ def describe_dropped_text(text: DroppedText, rows: str, location: str) -> str:
         rows: The number of rows that lose text, such as "8 rows".
         location: File and line of the example.
     """
-    shown = text.example.strip()
-    if len(shown) > MAX_SHOWN:
-        shown = f"{shown[:MAX_SHOWN]}..."
+    example = text.example.strip()
+    if len(example) > MAX_EXAMPLE_LENGTH:
+        example = f"{example[:MAX_EXAMPLE_LENGTH]}..."
     return (
         f"the chat template leaves out {text.dropped:,} of the {text.characters:,} characters that should be trained, "
-        f"in {rows}, for example in {location}: {shown!r}"
+        f"in {rows}, for example in {location}: {example!r}"
     )
 
 
@@ -180,14 +180,14 @@ def _dropped_by_marks(
     for index in sorted(trained):
         marked_messages[index] = _marked_message(messages[index], free_marks, stride, pieces)
     try:
-        written_characters = set(template.render(marked_messages, tools))
+        rendered_characters = set(template.render(marked_messages, tools))
     except UserError:  # the template accepts the conversation itself, but not with marks: nothing is known
         return DroppedText()
     dropped = 0
     first_run = ""  # the example: the first pieces in a row that are left out
     is_first_run_over = False
     for piece in pieces:
-        if piece.mark in written_characters:
+        if piece.mark in rendered_characters:
             is_first_run_over = is_first_run_over or dropped > 0
             continue
         dropped += len(piece.text)

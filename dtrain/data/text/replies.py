@@ -38,7 +38,7 @@ from dtrain.data.text.tokenizer import Tokenizer
 
 REPLY = "dtrain replies"  # text of a probe's reply
 CALL = {"type": "function", "id": "call00000"}
-MAX_SHOWN_ENDING = 40  # characters of an ending in a note
+MAX_ENDING_LENGTH = 40  # characters of an ending in a note
 Span = tuple[int, int]  # characters [start, end)
 Messages = Sequence[Mapping[str, Any]]
 
@@ -303,7 +303,7 @@ def _begin_of_opening(text: str, message: Mapping[str, Any], headers: Headers) -
     system message may be in front of the header (Kimi K2).
     """
     indent = len(text) - len(text.lstrip())
-    if any(text.startswith(own_text, indent) for own_text in texts_of(message)):
+    if any(text.startswith(message_text, indent) for message_text in texts_of(message)):
         return indent
     for header in (headers.prompt, headers.turn):
         if header and header.strip() and text.count(header.lstrip()) == 1:
@@ -340,15 +340,15 @@ def note_on_ending(replies: Replies, tokenizer: Tokenizer, is_all_trained: bool)
         return None
     if not ending.strip():
         return "note: the chat template writes no end-of-turn token: a model trained with it does not learn to stop"
-    shown_ending = repr(ending.strip()[:MAX_SHOWN_ENDING])
+    ending_text = repr(ending.strip()[:MAX_ENDING_LENGTH])
     if eos_positions:
         return (
-            f"note: the chat template leaves the end of a reply, {shown_ending}, untrained: a model trained with it "
+            f"note: the chat template leaves the end of a reply, {ending_text}, untrained: a model trained with it "
             "does not learn to stop. Put the end into the {% generation %} block of a copy, and name it with "
             "data.chat_template"
         )
     eos_texts = ", ".join(repr(tokenizer.decode([token])) for token in tokenizer.eos_ids) or "none is named"
     return (
-        f"note: the chat template ends a reply with {shown_ending}, which is no EOS token of the model ({eos_texts}): "
+        f"note: the chat template ends a reply with {ending_text}, which is no EOS token of the model ({eos_texts}): "
         "generation does not stop there. Add the id of the token to eos_token_id in generation_config.json"
     )

@@ -203,10 +203,10 @@ class ChatTemplate:
         for messages, tools in _probe_conversations():
             with suppress(UserError):
                 texts.append(self._run(_name_reasoning(messages), tools, True, SILENT))
-        written: set[str] = set()
+        token_texts: set[str] = set()
         for text in texts:
-            written.update(match[0] for match in control_tokens.find(text))
-        return written
+            token_texts.update(match[0] for match in control_tokens.find(text))
+        return token_texts
 
     def _constants_of(self, source: str) -> list[str]:
         """Return the texts that a template spells out, and the values of the variables that it names."""

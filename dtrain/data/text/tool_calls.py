@@ -333,11 +333,11 @@ class ToolFormat:
         """
         # Where the turn ends is found in the same conversation with known answers, because real answers may have the
         # text that ends a turn.
-        known_answers = [{**answer, "content": ANSWER} for answer in answers]
-        known_text = _render_with_answers(self.replies, self.tools, known_answers)
+        probe_answers = [{**answer, "content": ANSWER} for answer in answers]
+        probe_text = _render_with_answers(self.replies, self.tools, probe_answers)
         text = _render_with_answers(self.replies, self.tools, answers)
-        end_of_call = known_text.rindex(MARK)
-        return text[known_text.index(self.ending, end_of_call) :]
+        end_of_call = probe_text.rindex(MARK)
+        return text[probe_text.index(self.ending, end_of_call) :]
 
 
 def learn_tool_format(template: ChatTemplate | None, tools: Messages) -> ToolFormat:
@@ -360,10 +360,10 @@ def learn_tool_format(template: ChatTemplate | None, tools: Messages) -> ToolFor
     one_call = _text_after_common_prefix(without_calls, _render_calls(replies, tools, 1))
     form = _form_of(one_call, probe)
     if form is None:
-        shown_text = one_call if len(one_call) <= 300 else f"{one_call[:300]}..."
+        excerpt = one_call if len(one_call) <= 300 else f"{one_call[:300]}..."
         raise UserError(
             f"grpo.tools: the chat template, {template.origin}, writes calls in a form that dtrain does not read: "
-            f"{shown_text!r}. It reads {', '.join(CALL_READERS)}. Name a template that writes one of these with "
+            f"{excerpt!r}. It reads {', '.join(CALL_READERS)}. Name a template that writes one of these with "
             "data.chat_template"
         )
     try:
