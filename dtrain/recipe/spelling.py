@@ -86,9 +86,9 @@ def example_hint(default: Any) -> str:
 
     Example:
         >>> example_hint(1e-05), example_hint("auto")
-        (', such as 1e-05', '')
+        (', for example 1e-05', '')
     """
-    return f", such as {ranges.format_value(default)}" if _is_number(default) else ""
+    return f", for example {ranges.format_value(default)}" if _is_number(default) else ""
 
 
 def _is_number(value: Any) -> bool:

@@ -31,7 +31,7 @@ NUMBERS = (
     slip("optimizer.lr=1,5e-5", "optimizer.lr=1,5e-5 must be a number: write 1.5e-5"),
     slip("train.steps=1,000", "train.steps=1,000 must be a whole number or null: leave out the comma"),
     slip("data.num_workers=1000000", "data.num_workers=1000000 must be at least 0, and at most 256"),
-    slip("optimizer.lr=fast", "optimizer.lr=fast must be a number"),
+    slip("optimizer.lr=fast", "optimizer.lr=fast must be a number, for example 1e-05"),
     slip("optimizer.lr=.inf", "optimizer.lr=inf must be a finite number"),
     slip("optimizer.betas=0.9", "optimizer.betas=0.9 must be a list of numbers"),
     slip("optimizer.betas=[0.9,1.5]", "optimizer.betas", "two numbers from 0 up to 1"),
