@@ -68,9 +68,9 @@ def example_row(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     example: dict[str, Any] = {}
     for row in rows:
         for name, value in row.items():
-            known = example.get(name)
-            if isinstance(known, Mapping) and isinstance(value, Mapping):
-                example[name] = example_row([known, value])
-            elif known is None:
+            value_so_far = example.get(name)
+            if isinstance(value_so_far, Mapping) and isinstance(value, Mapping):
+                example[name] = example_row([value_so_far, value])
+            elif value_so_far is None:
                 example[name] = value
     return example

@@ -6,7 +6,7 @@ micro-batches and the mesh. In a batch, the two documents of a pair are consecut
 one. They are two rows, or two documents of a packed row.
 
 Most losses look at one pair at a time, so micro-batches compute them one after another. Some compare the pairs of the
-batch with each other. Their gradient is computed in two passes (`DpoMethod._prepare_whole_batch`):
+batch with each other. Their gradient is computed in two passes (`DpoMethod._prepare_full_batch`):
 
     1. A forward without gradient computes the log-probability totals x of all documents in the global batch. From
        these follow the loss L(x) and its derivative by each total, s = dL/dx.
@@ -164,7 +164,7 @@ class Objective:
     Attributes:
         beta: Strength of the pull towards the reference.
         sft_weight: Weight of the chosen completions' negative log-likelihood.
-        whole_batch: Whether the loss of a pair depends on the other pairs of the batch.
+        needs_full_batch: Whether the loss of a pair depends on the other pairs of the batch.
     """
 
     def __init__(self, section: Dpo):
@@ -189,7 +189,7 @@ class Objective:
             "f_divergence": section.f_divergence,
             **section.kwargs,
         }
-        self.whole_batch = bool(over_the_batch(self._names, section.kwargs))
+        self.needs_full_batch = bool(over_the_batch(self._names, section.kwargs))
 
     def losses(self, totals: PairTotals) -> Tensor:
         """Return the weighted sum of the losses times the weight of each pair, [pairs], without the SFT term."""
@@ -358,9 +358,9 @@ class DpoMethod(MethodWithReference):
         chosen_tokens = torch.ones((), dtype=torch.int64)  # not read without an SFT term, so not counted
         if self.objective.sft_weight:
             chosen_tokens = all_reduce(_chosen_labels(batch).sum(), policy.mesh.dp).clamp(min=1)
-        if not self.objective.whole_batch:
+        if not self.objective.needs_full_batch:
             return batch, partial(self.loss, chosen_tokens=chosen_tokens.to(policy.device, non_blocking=True))
-        return self._prepare_whole_batch(policy, batch, chosen_tokens)
+        return self._prepare_full_batch(policy, batch, chosen_tokens)
 
     def loss(
         self,
@@ -393,7 +393,7 @@ class DpoMethod(MethodWithReference):
         measured = self.objective.measure(totals, losses)
         return source.count_once(total), {name: source.count_once(value.detach()) for name, value in measured.items()}
 
-    def _prepare_whole_batch(self, policy: Policy, batch: Batch, chosen_tokens: Tensor) -> tuple[Batch, Loss]:
+    def _prepare_full_batch(self, policy: Policy, batch: Batch, chosen_tokens: Tensor) -> tuple[Batch, Loss]:
         """Compute the first pass, and return the batch and the loss of the second pass (see the module).
 
         Args:
@@ -483,11 +483,11 @@ def loss_problems(
     names = [names] if isinstance(names, str) else list(names)
     if not names:
         return [Problem("dpo.loss", "dpo.loss names no loss")]
-    known = (*LOSSES, SFT)
-    unknown = [name for name in names if name not in known]
+    names_of_losses = (*LOSSES, SFT)
+    unknown = [name for name in names if name not in names_of_losses]
     errors = []
     for name in unknown:
-        hint = spelling.value_hint("dpo.loss", name, known)
+        hint = spelling.value_hint("dpo.loss", name, names_of_losses)
         errors.append(Problem("dpo.loss", f"dpo.loss={name} is not a preference loss{hint}"))
     if loss_weights is not None:
         if len(loss_weights) != len(names):

@@ -55,8 +55,8 @@ def architecture_of(config: ModelConfig) -> str:
     """
     arch = ARCHITECTURES.get(config.architecture)
     if arch is None:
-        written = ", ".join(ARCHITECTURES)
-        raise UserError(f"{config.architecture}: no GGUF file is written of it, but of {written}; {ALTERNATIVE}")
+        supported = ", ".join(ARCHITECTURES)
+        raise UserError(f"{config.architecture}: no GGUF file is written of it, but of {supported}; {ALTERNATIVE}")
     if problems := list(_problems(arch, config)):
         lines = "\n  ".join([f"llama.cpp's {arch} cannot compute this {config.architecture}:", *problems, ALTERNATIVE])
         raise UserError(lines)
@@ -81,8 +81,8 @@ def _problems(arch: str, config: ModelConfig) -> Iterator[str]:
     if not math.isclose(config.attention_scale, _attention_scale(arch, config), rel_tol=1e-6):
         yield f"q·k multiplied by {config.attention_scale}, and not by {_attention_scale(arch, config)}"
     for kind, rope in config.ropes.items():
-        kinds = ("default",) if arch == "gemma3" and kind == SLIDING else _ROPES[arch]
-        if rope.kind not in kinds:
+        computed_kinds = ("default",) if arch == "gemma3" and kind == SLIDING else _ROPES[arch]
+        if rope.kind not in computed_kinds:
             yield f"rotary scaling {rope.kind} of {kind}"
         if rope.kind == "yarn" and (rope.beta_fast, rope.beta_slow, rope.truncate) != (32.0, 1.0, True):
             yield "YaRN with a beta_fast other than 32, a beta_slow other than 1, or without truncate"
@@ -174,11 +174,11 @@ def rotary_tensors(arch: str, config: ModelConfig, file: Mapping[str, Any]) -> d
     """
     rope = _main_rope(config)
     if rope.kind == "llama3":
-        plain = rotary_frequencies(Rope(theta=rope.theta), config.head_dim, torch.float64)
-        return {"rope_freqs.weight": (plain / rotary_frequencies(rope, config.head_dim, torch.float64)).float()}
+        unscaled = rotary_frequencies(Rope(theta=rope.theta), config.head_dim, torch.float64)
+        return {"rope_freqs.weight": (unscaled / rotary_frequencies(rope, config.head_dim, torch.float64)).float()}
     if rope.kind == "longrope":
-        written = file.get("rope_scaling") or file.get("rope_parameters") or {}
-        long = torch.tensor(written["long_factor"], dtype=torch.float32)
+        scaling = file.get("rope_scaling") or file.get("rope_parameters") or {}
+        long = torch.tensor(scaling["long_factor"], dtype=torch.float32)
         return {"rope_factors_long.weight": long, "rope_factors_short.weight": torch.tensor(rope.pair_factors)}
     return {}
 

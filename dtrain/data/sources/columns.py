@@ -79,13 +79,13 @@ def check_column_names(
             problems.append(Problem(f"{key}.{column}", f"{key}.{column} is empty", "Name a column of the file"))
     if kind == "prompts":
         return problems
-    known = [*readable_columns(kind, name), *more]
+    readable = [*readable_columns(kind, name), *more]
     reader = "a format" if name == "auto" else f"format {name}"
     for column in columns:
-        if column not in known:
-            near = closest_name(column, known)
+        if column not in readable:
+            near = closest_name(column, readable)
             meant = f"Did you mean {near}? " if near else ""
-            fix = f"{meant}Columns that {reader} reads: {', '.join(known)}"
+            fix = f"{meant}Columns that {reader} reads: {', '.join(readable)}"
             problems.append(Problem(f"{key}.{column}", f"{key}.{column}: no column of this name is read", fix))
     return problems
 

@@ -387,11 +387,11 @@ def detect_formats(
     if name != "auto" and not columns:
         return (name,) * len(files)
     found = [_format_of_first_row(file, name, kind, columns, key) for file in files]
-    known = [detected for detected in found if detected is not None]
-    if not known:
+    detected_formats = [detected for detected in found if detected is not None]
+    if not detected_formats:
         raise UserError(f"the dataset is empty: there is no row in {', '.join(map(str, files[:3]))}")
     # A file without rows needs a format, too; any one serves.
-    return tuple(detected or known[0] for detected in found)
+    return tuple(detected or detected_formats[0] for detected in found)
 
 
 def _format_of_first_row(file: Path, name: str, kind: str, columns: Mapping[str, str], key: str | None) -> str | None:
