@@ -98,9 +98,11 @@ def merge_by_log_sum_exp(first: Partial, second: Partial) -> Partial:
         FlashAttention, arXiv:2205.14135, section 3.1.
     """
     # e^a / (e^a + e^b) = sigmoid(a - b). If both lse are -inf, the difference is NaN. Both outputs are then 0, and any
-    # share of them is 0, so NaN may be replaced by 0.
-    first_share = (first.lse - second.lse).nan_to_num(nan=0.0, posinf=float("inf"), neginf=float("-inf")).sigmoid()
-    out = torch.lerp(second.out.to(first_share.dtype), first.out.to(first_share.dtype), first_share[..., None])
+    # weights of them give 0, so NaN may be replaced by 0.
+    difference = (first.lse - second.lse).nan_to_num(nan=0.0, posinf=float("inf"), neginf=float("-inf"))
+    first_weight = difference.sigmoid()
+    dtype = first_weight.dtype
+    out = torch.lerp(second.out.to(dtype), first.out.to(dtype), first_weight[..., None])
     return Partial(out, torch.logaddexp(first.lse, second.lse))
 
 
@@ -163,7 +165,9 @@ class Products:
         wide = torch.promote_types(q.dtype, torch.float32)
         scores = _scores(q, k, bias, scale, wide)
         lse = torch.logsumexp(scores, -1)
-        weights = (scores - lse.masked_fill(_unseen(bias), 0.0)[..., None]).exp()
+        # The lse of a query without keys is -inf. Subtracting it from scores of -inf would give NaN.
+        finite_lse = lse.masked_fill(_sees_no_key(bias), 0.0)
+        weights = (scores - finite_lse[..., None]).exp()
         return Partial(torch.matmul(weights, _for_heads(v, q).to(wide)), lse)
 
     def backward(
@@ -186,10 +190,12 @@ class Products:
         """
         wide = merged.lse.dtype
         grad, out = grad.to(wide), merged.out.to(wide)
-        # The formulas of the module's docstring. D is (grad * out).sum(-1), of the output over all blocks.
-        weights = (_scores(q, k, bias, scale, wide) - merged.lse[..., None]).exp()  # [B, H, Q, K]
+        # The formulas of the module's docstring. D is a sum over the output of all blocks.
+        scores = _scores(q, k, bias, scale, wide)  # [B, H, Q, K]
+        weights = (scores - merged.lse[..., None]).exp()
         weight_grad = torch.matmul(grad, _for_heads(v, q).to(wide).transpose(-1, -2))
-        score_grad = weights * (weight_grad - (grad * out).sum(-1, keepdim=True)) * scale
+        d = (grad * out).sum(-1, keepdim=True)  # [B, H, Q, 1]
+        score_grad = weights * (weight_grad - d) * scale
         q_grad = torch.matmul(score_grad, _for_heads(k, q).to(wide))
         k_grad = torch.matmul(score_grad.transpose(-1, -2), q.to(wide))
         v_grad = torch.matmul(weights.transpose(-1, -2), grad)
@@ -205,7 +211,8 @@ class CpuFlash:
         q, k, v = pad_heads_to_one_size(q, k, v)
         out, lse = _cpu_forward(q, k, v, attn_mask=bias.to(q.dtype), scale=scale)
         # torch returns an lse of 0 for a row without keys.
-        return Partial(out[..., :value_size].to(wide), lse.to(wide).masked_fill(_unseen(bias), float("-inf")))
+        lse = lse.to(wide).masked_fill(_sees_no_key(bias), float("-inf"))
+        return Partial(out[..., :value_size].to(wide), lse)
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, merged: Partial, bias: Tensor, scale: float
@@ -337,9 +344,11 @@ def sinks_grad(attention: BlockAttention[Any], grad: Tensor, merged: Partial, si
         return None
     dtype = merged.lse.dtype
     # A sink is a key whose value is 0, so its gradient is w · (grad · 0 - D), summed over queries and rows.
-    d = (attention.by_head(grad).to(dtype) * attention.by_head(merged.out).to(dtype)).sum(-1)  # [.., H, Q]
+    grad, out = attention.by_head(grad).to(dtype), attention.by_head(merged.out).to(dtype)
+    d = (grad * out).sum(-1)  # [.., H, Q]
     weights = (sinks.to(dtype)[:, None] - merged.lse).exp()
-    return -(weights * d).sum(-1).view(-1, len(sinks)).sum(0).to(sinks.dtype)
+    sum_over_queries = (weights * d).sum(-1)  # [.., H]
+    return -sum_over_queries.view(-1, len(sinks)).sum(0).to(sinks.dtype)
 
 
 @dataclass(frozen=True)
@@ -351,25 +360,25 @@ class MaskedBlocks:
     Attributes:
         blocks: The implementation that computes a block.
         scale: Factor of the scores.
-        most: Largest number of bytes of scores in memory. If the scores of all queries take more, consecutive slices of
-            the queries (runs) are computed one after another.
+        max_bytes: Largest number of bytes of scores in memory. If the scores of all queries take more, consecutive
+            slices of the queries (runs) are computed one after another.
     """
 
     blocks: BlockComputation
     scale: float
-    most: int = 2**28
+    max_bytes: int = 2**28
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, step: BlockMask, so_far: Partial | None) -> Partial:
         """Override `BlockAttention.forward`."""
-        partials = [
-            self.blocks.forward(q[:, :, run], k[:, :, keys], v[:, :, keys], bias, self.scale)
-            for run, keys, bias in self._parts(q, k, step)
-        ]
-        partial = partials[0]
-        if len(partials) > 1:
-            partial = Partial(
-                torch.cat([part.out for part in partials], 2), torch.cat([part.lse for part in partials], 2)
-            )
+        outs, lses = [], []
+        for run, keys, bias in self._parts(q, k, step):
+            part = self.blocks.forward(q[:, :, run], k[:, :, keys], v[:, :, keys], bias, self.scale)
+            outs.append(part.out)
+            lses.append(part.lse)
+        if len(outs) == 1:
+            partial = Partial(outs[0], lses[0])
+        else:
+            partial = Partial(torch.cat(outs, 2), torch.cat(lses, 2))
         return partial if so_far is None else merge_by_log_sum_exp(so_far, partial)
 
     def backward(
@@ -390,12 +399,12 @@ class MaskedBlocks:
         wide = torch.promote_types(q.dtype, torch.float32)
         row_bytes = q.shape[0] * q.shape[1] * k.shape[2] * wide.itemsize
         if isinstance(step, Tensor):
-            size = max(1, self.most // row_bytes)
+            size = max(1, self.max_bytes // row_bytes)
             for start in range(0, q.shape[2], size):
                 run = slice(start, start + size)
                 yield run, slice(0, k.shape[2]), step[:, :, run]
             return
-        for run in step.runs(row_bytes, self.most):
+        for run in step.runs(row_bytes, self.max_bytes):
             keys = step.reach(run)
             yield run, keys, step.bias(run, q.dtype, q.device)[..., keys]
 
@@ -469,14 +478,16 @@ class BlockByBlock(torch.autograd.Function):
         return q_grad.to(q.dtype), kv_grad.k.to(k.dtype), kv_grad.v.to(v.dtype), None, None, None, sink_grad
 
 
-def _unseen(bias: Tensor) -> Tensor:
+def _sees_no_key(bias: Tensor) -> Tensor:
     """Return the mask of queries that see no key of the block, [B or 1, 1, Q] bool."""
     return (bias == float("-inf")).all(-1)
 
 
 def _scores(q: Tensor, k: Tensor, bias: Tensor, scale: float, wide: torch.dtype) -> Tensor:
     """Return q · kᵀ · scale + bias in the dtype `wide`, [B, H, Q, K]."""
-    return torch.matmul(q.to(wide), _for_heads(k, q).to(wide).transpose(-1, -2)) * scale + bias.to(wide)
+    k = _for_heads(k, q)  # [B, H, K, hd]
+    scores = torch.matmul(q.to(wide), k.to(wide).transpose(-1, -2))
+    return scores * scale + bias.to(wide)
 
 
 def _for_heads(kv: Tensor, q: Tensor) -> Tensor:

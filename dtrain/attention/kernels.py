@@ -30,7 +30,7 @@ Reference:
     UPipe, arXiv:2602.21196.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -42,7 +42,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dtrain.attention.blocks import BlockByBlock, MaskedBlocks, blocks_for, pad_heads_to_one_size
 from dtrain.attention.packing import Packing
-from dtrain.attention.visibility import Visibility, additive
+from dtrain.attention.visibility import BlockMask, Visibility, additive
 from dtrain.base.batch import Batch, pad_stream
 from dtrain.base.torch_functions import has_values
 from dtrain.parallel.context.batch import join_sequence, shard_sequence
@@ -122,7 +122,9 @@ class Kernel:
         Returns:
             [B, Q, H, hd_v] in q's dtype.
         """
-        return self.over(q, *self.begin_gather(k, v, prepared)(), prepared, scale, sinks)
+        wait_for_keys = self.begin_gather(k, v, prepared)
+        k, v = wait_for_keys()
+        return self.over(q, k, v, prepared, scale, sinks)
 
     def begin_gather(self, k: Tensor, v: Tensor, prepared: Any) -> Gathering:
         """Begin to gather the keys and values that `over` reads. Several layers may read the same ones.
@@ -163,10 +165,10 @@ class Kernel:
         Returns:
             [B, S, H, hd_v].
         """
-        ((segments,),) = steps
-        shape = q.shape[:2]
-        q, k, v = (part.flatten(0, 1) for part in (q, k, v))  # [B · S, heads, hd or hd_v]
-        return flash(q, k, v, segments, scale, sinks).unflatten(0, shape)
+        ((segments,),) = steps  # one exchange with one call, because this rank has full rows
+        rows_and_length = q.shape[:2]
+        flat_q, flat_k, flat_v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)  # [B · S, heads, hd or hd_v]
+        return flash(flat_q, flat_k, flat_v, segments, scale, sinks).unflatten(0, rows_and_length)
 
 
 class Span(NamedTuple):
@@ -174,24 +176,26 @@ class Span(NamedTuple):
 
     For example, queries 64 to 127 of a causal row with a window of 16: keys 49 to 127.
 
+    Exactly one of `bias`, `is_causal` and `visibility` defines the mask.
+
     Attributes:
         queries: The queries.
         keys: The keys.
-        bias: Additive mask, [B or 1, 1, q, k]. None if the mask is `causal` or `hidden`.
-        causal: Whether the mask is causal by index.
-        hidden: The mask as a `Visibility`, from which every layer computes the bias of this span. The biases of all
-            spans together would be a mask of queries × keys. None if there is a bias, or the mask is causal.
-        groups: Whether the kernel accepts fewer key heads than query heads. If not, key heads are repeated.
+        bias: Additive mask, [B or 1, 1, q, k]. None if another attribute defines the mask.
+        is_causal: Whether the mask is causal by index.
+        visibility: The mask of all queries, from which every layer computes the bias of this span. The biases of all
+            spans together would be a mask of queries × keys. None if another attribute defines the mask.
+        supports_gqa: Whether the kernel accepts fewer key heads than query heads. If not, key heads are repeated.
     """
 
     queries: slice
     keys: slice
-    bias: Tensor | None
-    causal: bool
-    hidden: Visibility | None = None
-    groups: bool = True
+    bias: Tensor | None = None
+    is_causal: bool = False
+    visibility: Visibility | None = None
+    supports_gqa: bool = True
 
-    def of(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def select(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the queries, keys and values of the span, given all of them [B, heads, length, hd or hd_v]."""
         return q[:, :, self.queries], k[:, :, self.keys], v[:, :, self.keys]
 
@@ -221,36 +225,32 @@ class SdpaKernel(Kernel):
         self.note = note
 
     def prepare(self, visibility: Visibility, dtype: torch.dtype, device: torch.device) -> list[Span]:
-        everything = slice(0, visibility.queries), slice(0, visibility.keys)
-        size = 64 if visibility.keys < 1024 else 128
-        if device.type != "cpu":
-            if dtype == torch.float64:
-                return [Span(*everything, None, False, visibility)]
-            if visibility.is_causal:
-                return [Span(*everything, None, True, groups=dtype in HALF and _has_flash(device))]
-            if len(runs := visibility.runs()) > 1:
-                reach = (visibility.reach(run) for run in runs)
-                # The memory-efficient kernel reads the mask in pieces of 16 bytes, at addresses that are multiples of
-                # 16. So each slice of keys starts at a multiple of 16.
-                whole = (slice(keys.start // 16 * 16, keys.stop) for keys in reach)
-                return [Span(run, keys, None, False, visibility, False) for run, keys in zip(runs, whole, strict=True)]
-            return [Span(*everything, visibility.bias(everything[0], dtype, device), False, groups=False)]
-        if visibility.queries <= size:
-            if visibility.is_causal:
-                return [Span(*everything, None, True)]
-            return [Span(*everything, visibility.bias(everything[0], dtype, device), False)]
-        runs = [slice(start, min(start + size, visibility.queries)) for start in range(0, visibility.queries, size)]
-        if visibility.is_plain:
-            return _plain_blocks(visibility, runs, dtype, device)
-        return [self._seen_block(visibility, run, dtype, device) for run in runs]
+        if device.type == "cpu":
+            return self._spans_on_cpu(visibility, dtype, device)
+        return _spans_on_gpu(visibility, dtype, device)
 
-    def _seen_block(self, visibility: Visibility, run: slice, dtype: torch.dtype, device: torch.device) -> Span:
+    def _spans_on_cpu(self, visibility: Visibility, dtype: torch.dtype, device: torch.device) -> list[Span]:
+        """Divide the queries into spans of 64 or 128, each with only the keys that its queries see."""
+        span_length = 64 if visibility.keys < 1024 else 128
+        if visibility.queries <= span_length:
+            return [_span_of_all(visibility, dtype, device)]
+        runs = []
+        for start in range(0, visibility.queries, span_length):
+            runs.append(slice(start, min(start + span_length, visibility.queries)))
+        if visibility.is_by_index:
+            return _spans_by_index(visibility, runs, dtype, device)
+        return [self._span_of_visible_keys(visibility, run, dtype, device) for run in runs]
+
+    def _span_of_visible_keys(
+        self, visibility: Visibility, run: slice, dtype: torch.dtype, device: torch.device
+    ) -> Span:
         """Return the span of a slice of queries, with the keys that they see in some row."""
         visible = visibility.visible(run, device)  # [B, q, K]
-        keys = self.seen_keys(visible, visibility, run)
-        return Span(run, keys, additive(visible[:, :, keys], dtype)[:, None], False)
+        keys = self.visible_keys(visible, visibility, run)
+        bias = additive(visible[:, :, keys], dtype)[:, None]
+        return Span(run, keys, bias)
 
-    def seen_keys(self, visible: Tensor, visibility: Visibility, run: slice) -> slice:
+    def visible_keys(self, visible: Tensor, visibility: Visibility, run: slice) -> slice:
         """Return the smallest slice that contains the visible keys. Used on CPUs only, because the host reads the mask.
 
         Args:
@@ -260,44 +260,97 @@ class SdpaKernel(Kernel):
         """
         if not has_values(visible):
             return slice(0, visibility.keys)
-        seen = visible.any(0).any(0).nonzero()
-        return slice(int(seen[0]), int(seen[-1]) + 1)
+        is_visible_to_any = visible.any(0).any(0)  # [K]
+        indices = is_visible_to_any.nonzero()
+        return slice(int(indices[0]), int(indices[-1]) + 1)
 
     def over(
         self, q: Tensor, k: Tensor, v: Tensor, prepared: list[Span], scale: float, sinks: Tensor | None = None
     ) -> Tensor:
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, heads, length, hd]
-        if (hidden := prepared[0].hidden) is not None and (q.dtype == torch.float64 or sinks is not None):
-            return self._block(q, k, v, hidden, scale, sinks)
+        visibility = prepared[0].visibility
+        if visibility is not None and (q.dtype == torch.float64 or sinks is not None):
+            # `MaskedBlocks` divides the queries itself, so the spans are not needed.
+            return self._attend_by_blocks(q, k, v, visibility, scale, sinks)
         if sinks is not None:
-            causal = Visibility(q.shape[2], q.shape[2])  # by index: a span of all queries
-            parts = [
-                self._block(*span.of(q, k, v), causal if span.bias is None else span.bias, scale, sinks)
-                for span in prepared
-            ]
-            return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-        if q.shape[1] != k.shape[1] and not prepared[0].groups:
-            k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], 1) for part in (k, v))
-        outputs = [output.transpose(1, 2) for output in self._outputs(q, k, v, prepared, scale)]
+            outputs = self._attend_with_sinks(q, k, v, prepared, scale, sinks)
+        else:
+            outputs = self._attend_by_spans(q, k, v, prepared, scale)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
-    def _block(
-        self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | Visibility, scale: float, sinks: Tensor | None
+    def _attend_by_blocks(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float, sinks: Tensor | None
     ) -> Tensor:
         """Compute attention with `MaskedBlocks`, from q, k, v [B, heads, length, hd or hd_v] to [B, Q, H, hd_v]."""
         attention = MaskedBlocks(blocks_for(q.device), scale)
-        return BlockByBlock.apply(q, k, v, [hidden], None, attention, sinks).transpose(1, 2)
+        return BlockByBlock.apply(q, k, v, [mask], None, attention, sinks).transpose(1, 2)
 
-    def _outputs(self, q: Tensor, k: Tensor, v: Tensor, prepared: list[Span], scale: float) -> Iterator[Tensor]:
-        gqa = q.shape[1] != k.shape[1]
-        for block in prepared:
-            attend = partial(_attend, block, scale=scale, gqa=gqa)
-            if block.hidden is None:
-                yield attend(*block.of(q, k, v))
+    def _attend_with_sinks(
+        self, q: Tensor, k: Tensor, v: Tensor, spans: list[Span], scale: float, sinks: Tensor
+    ) -> list[Tensor]:
+        """Compute attention of each span with sinks, [B, q, H, hd_v] each."""
+        outputs = []
+        for span in spans:
+            mask: BlockMask
+            if span.bias is not None:
+                mask = span.bias
+            else:  # causal by index: the only span, with all queries
+                mask = Visibility(q.shape[2], q.shape[2])
+            outputs.append(self._attend_by_blocks(*span.select(q, k, v), mask, scale, sinks))
+        return outputs
+
+    def _attend_by_spans(self, q: Tensor, k: Tensor, v: Tensor, spans: list[Span], scale: float) -> list[Tensor]:
+        """Call torch's function for each span, [B, q, H, hd_v] each."""
+        if q.shape[1] != k.shape[1] and not spans[0].supports_gqa:
+            repeats = q.shape[1] // k.shape[1]
+            k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
+        enable_gqa = q.shape[1] != k.shape[1]
+        outputs = []
+        for span in spans:
+            attend = partial(_attend, span, scale=scale, enable_gqa=enable_gqa)
+            if span.visibility is None:
+                out = attend(*span.select(q, k, v))
             else:
-                yield checkpoint(
-                    attend, *block.of(q, k, v), use_reentrant=False, preserve_rng_state=False, determinism_check="none"
+                # Do not save the bias of the span. The backward computes it again.
+                out = checkpoint(
+                    attend,
+                    *span.select(q, k, v),
+                    use_reentrant=False,
+                    preserve_rng_state=False,
+                    determinism_check="none",
                 )
+            outputs.append(out.transpose(1, 2))
+        return outputs
+
+
+def _span_of_all(
+    visibility: Visibility, dtype: torch.dtype, device: torch.device, *, supports_gqa: bool = True
+) -> Span:
+    """Return one span of all queries and keys, with a bias if the mask is not causal by index."""
+    queries, keys = slice(0, visibility.queries), slice(0, visibility.keys)
+    if visibility.is_causal:
+        return Span(queries, keys, is_causal=True, supports_gqa=supports_gqa)
+    return Span(queries, keys, visibility.bias(queries, dtype, device), supports_gqa=supports_gqa)
+
+
+def _spans_on_gpu(visibility: Visibility, dtype: torch.dtype, device: torch.device) -> list[Span]:
+    """Return one span of all queries, or spans whose masks are computed in every layer if the mask would be large."""
+    if dtype == torch.float64:
+        return [Span(slice(0, visibility.queries), slice(0, visibility.keys), visibility=visibility)]
+    if visibility.is_causal:
+        uses_flash = dtype in HALF and _has_flash(device)
+        return [_span_of_all(visibility, dtype, device, supports_gqa=uses_flash)]
+    runs = visibility.runs()
+    if len(runs) == 1:
+        return [_span_of_all(visibility, dtype, device, supports_gqa=False)]
+    spans = []
+    for run in runs:
+        reach = visibility.reach(run)
+        # The memory-efficient kernel reads the mask in parts of 16 bytes, at addresses that are multiples of 16. So
+        # each slice of keys starts at a multiple of 16.
+        keys = slice(reach.start // 16 * 16, reach.stop)
+        spans.append(Span(run, keys, visibility=visibility, supports_gqa=False))
+    return spans
 
 
 def _has_flash(device: torch.device) -> bool:
@@ -305,44 +358,48 @@ def _has_flash(device: torch.device) -> bool:
     return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def _attend(block: Span, q: Tensor, k: Tensor, v: Tensor, scale: float, gqa: bool) -> Tensor:
+def _attend(span: Span, q: Tensor, k: Tensor, v: Tensor, scale: float, enable_gqa: bool) -> Tensor:
     """Compute attention of a span, [B, H, q, hd_v].
 
     Args:
-        block: The span.
+        span: The span.
         q: Its queries, [B, H, q, hd].
         k: Its keys, [B, H or kv, k, hd].
         v: Its values, [B, H or kv, k, hd_v].
         scale: Factor of the scores.
-        gqa: Whether there are fewer key heads than query heads.
+        enable_gqa: Whether there are fewer key heads than query heads.
     """
-    bias = block.bias
+    bias = span.bias
     value_size = v.shape[-1]
-    if block.hidden is not None:
+    if span.visibility is not None:
         # The memory-efficient kernel requires a mask whose address is a multiple of 16 bytes.
-        bias = block.hidden.bias(block.queries, q.dtype, q.device)[..., block.keys].contiguous()
+        bias = span.visibility.bias(span.queries, q.dtype, q.device)[..., span.keys].contiguous()
     if bias is None or q.device.type == "cpu":
         # If q and v have different head sizes, torch uses its composition, which stores all scores. Only the GPU's
         # memory-efficient kernel supports two sizes, and torch uses it if there is a mask.
         q, k, v = pad_heads_to_one_size(q, k, v)
-    out = scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=block.causal, scale=scale, enable_gqa=gqa)
+    out = scaled_dot_product_attention(
+        q, k, v, attn_mask=bias, is_causal=span.is_causal, scale=scale, enable_gqa=enable_gqa
+    )
     return out if out.shape[-1] == value_size else out[..., :value_size]
 
 
-def _plain_blocks(visibility: Visibility, runs: list[slice], dtype: torch.dtype, device: torch.device) -> list[Span]:
+def _spans_by_index(visibility: Visibility, runs: list[slice], dtype: torch.dtype, device: torch.device) -> list[Span]:
     """Return the spans of a mask that is causal by index, with an optional window.
 
     The mask depends only on the distance of query and key, so all spans use slices of one bias, that of the last span.
     """
-    size, keys = runs[0].stop, visibility.keys
-    last = Visibility(keys, keys, visibility.window).visible(slice(keys - size, keys), device)  # [1, size, K]
-    bias = additive(last, dtype)[:, None]
-    blocks = []
+    span_length, num_keys = runs[0].stop, visibility.keys
+    last_queries = slice(num_keys - span_length, num_keys)
+    visible = Visibility(num_keys, num_keys, visibility.window).visible(last_queries, device)  # [1, span_length, K]
+    bias = additive(visible, dtype)[:, None]
+    spans = []
     for run in runs:
-        reach = visibility.reach(run)
-        count, seen = run.stop - run.start, reach.stop - reach.start
-        blocks.append(Span(run, reach, bias[:, :, size - count :, keys - seen :], False))
-    return blocks
+        keys = visibility.reach(run)
+        first_query = span_length - (run.stop - run.start)
+        first_key = num_keys - (keys.stop - keys.start)
+        spans.append(Span(run, keys, bias[:, :, first_query:, first_key:]))
+    return spans
 
 
 class SdpaByRow(SdpaKernel):
@@ -358,31 +415,36 @@ class SdpaByRow(SdpaKernel):
     def __init__(self, rank: int, size: int):
         super().__init__()
         self._rank, self._size = rank, size
-        self._parts: list[Tensor] = []
+        self._row_shards: list[Tensor] = []  # streams of the first row, [2 or 3, S/cp], of each cp rank
 
     def take_rows(self, batch: Batch) -> None:
         """Store the first row of the micro-batch, divided over the cp ranks."""
         length = batch["input_ids"].shape[1]
         multiple = 2 * self._size if self._size > 1 else 1
-        padded = -(-length // multiple) * multiple
-        names = [name for name in ("position_ids", "seq_ids", "image_ends") if name in batch]
-        row = torch.stack([pad_stream(name, batch[name][0], padded) for name in names])  # [2 or 3, S]
-        self._parts = [row]
+        padded_length = -(-length // multiple) * multiple
+        streams = []
+        for name in ("position_ids", "seq_ids", "image_ends"):
+            if name in batch:
+                streams.append(pad_stream(name, batch[name][0], padded_length))
+        row = torch.stack(streams)  # [2 or 3, S]
+        self._row_shards = [row]
         if self._size > 1:
-            self._parts = [shard_sequence(row, rank, self._size) for rank in range(self._size)]
+            self._row_shards = [shard_sequence(row, rank, self._size) for rank in range(self._size)]
 
-    def seen_keys(self, visible: Tensor, visibility: Visibility, run: slice) -> slice:
-        """Override `SdpaKernel.seen_keys`. The mask `visible` [B, q, K] has no values and is not read."""
-        missing = visibility.queries - self._parts[0].shape[1]
-        pads = torch.tensor([[2**30], [-1], [2**30]])[: len(self._parts[0])]
-        parts = [torch.cat([part, pads.expand(-1, missing)], 1) for part in self._parts]
-        own, keys = parts[self._rank], join_sequence(parts)
-        row = replace(visibility, query_positions=own[:1], key_positions=keys[:1])
+    def visible_keys(self, visible: Tensor, visibility: Visibility, run: slice) -> slice:
+        """Override `SdpaKernel.visible_keys`. The mask `visible` [B, q, K] has no values and is not read."""
+        # Sequence parallel may have padded the queries further: with a late position, in the document -1.
+        num_streams, length = self._row_shards[0].shape
+        padding = torch.tensor([[2**30], [-1], [2**30]])[:num_streams].expand(-1, visibility.queries - length)
+        shards = [torch.cat([shard, padding], 1) for shard in self._row_shards]
+        queries = shards[self._rank]  # [2 or 3, Q]
+        keys = join_sequence(shards)  # [2 or 3, K]
+        row = replace(visibility, query_positions=queries[:1], key_positions=keys[:1])
         if row.query_documents is not None:
-            row = replace(row, query_documents=own[1:2], key_documents=keys[1:2])
+            row = replace(row, query_documents=queries[1:2], key_documents=keys[1:2])
         if row.query_ends is not None:
-            row = replace(row, query_ends=own[2:])
-        return super().seen_keys(row.visible(run, torch.device("cpu")), row, run)
+            row = replace(row, query_ends=queries[2:])
+        return super().visible_keys(row.visible(run, torch.device("cpu")), row, run)
 
 
 class GroupedKernel(Kernel):
@@ -396,9 +458,12 @@ class GroupedKernel(Kernel):
     """
 
     def __init__(self, inner: Kernel):
-        self.inner, self.note, self.group = inner, inner.note, inner.group
+        self.inner = inner
         self.name = f"{inner.name} by groups of heads"
-        self.is_context_parallel, self.takes_packing = inner.is_context_parallel, inner.takes_packing
+        self.note = inner.note
+        self.group = inner.group
+        self.is_context_parallel = inner.is_context_parallel
+        self.takes_packing = inner.takes_packing
 
     def keys(
         self, positions: Tensor, documents: Tensor | None, packing: Packing | None = None
@@ -425,10 +490,11 @@ class GroupedKernel(Kernel):
         return self.inner.begin_gather(k, v, prepared)
 
     def over(self, q: Tensor, k: Tensor, v: Tensor, prepared: Any, scale: float, sinks: Tensor | None = None) -> Tensor:
-        return _by_group(partial(self.inner.over, prepared=prepared, scale=scale), q, k, v, sinks)
+        attend = partial(self.inner.over, prepared=prepared, scale=scale)
+        return _by_group(attend, q, k, v, sinks)
 
 
-def _by_group(attend: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+def _by_group(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
     """Call `attend` for each key head with its query heads, and concatenate the outputs to [B, Q, H, hd_v].
 
     Args:

@@ -121,10 +121,8 @@ class Packing:
                 return None
         if not bool(((positions.diff() == 1) | begins[:, 1:]).all()):
             return None
-        starts: list[list[int]] = [[] for _ in begins]
-        for row, at in begins.nonzero().tolist():
-            starts[row].append(at)
-        return cls(tuple(map(tuple, starts)), positions.shape[1])
+        begins_of_rows = [tuple(row.nonzero()[:, 0].tolist()) for row in begins]
+        return cls(tuple(begins_of_rows), positions.shape[1])
 
     def of_rows(self, window: int | None) -> list[Call]:
         """Return the only call of a rank that has full rows: every query over its document.
@@ -159,18 +157,21 @@ class Packing:
             Two calls. Their slices of queries are into the tokens of one chunk of each row, [B · c]. Their slices of
             keys are into full rows, [B · S].
         """
-        chunk, calls = self.length // (2 * size), []
+        chunk = self.length // (2 * size)
+        calls = []
         for index in get_chunk_indices(rank, size):
             start, stop = index * chunk, (index + 1) * chunk
             call = Call(_causal(window))
             for row in range(len(self.begins)):
-                parts = list(self._parts(row, start, stop))
-                query_lengths = [end - max(begin, start) for begin, end in parts]
-                key_lengths = [end - begin for begin, end in parts]
+                documents = list(self._documents_in(row, start, stop))
+                query_lengths = [end - max(begin, start) for begin, end in documents]
+                key_lengths = [end - begin for begin, end in documents]
                 if window is not None:
+                    # Only the first document has keys before the chunk.
                     key_lengths[0] = min(key_lengths[0], query_lengths[0] + window - 1)
+                queries = _shifted(row * chunk, 0, chunk)
                 keys = _shifted(row * self.length, stop - sum(key_lengths), stop)
-                call.add(_shifted(row * chunk, 0, chunk), keys, query_lengths, key_lengths)
+                call.add(queries, keys, query_lengths, key_lengths)
             calls.append(call)
         return calls
 
@@ -191,19 +192,21 @@ class Packing:
             A list of calls for each rank whose keys arrive: this rank, the rank before it, and so on. A list is empty
             if none of the keys is visible. Slices are into the tokens of a rank, [B · 2c].
         """
-        own = Call(_causal(window))
-        chunk, mine = self.length // (2 * size), get_chunk_indices(rank, size)
+        chunk = self.length // (2 * size)
+        local_chunks = get_chunk_indices(rank, size)
+        within_chunks = Call(_causal(window))
         for row in range(len(self.begins)):
-            for slot, index in enumerate(mine):
+            for slot, index in enumerate(local_chunks):
                 start, stop = index * chunk, (index + 1) * chunk
-                lengths = [end - max(begin, start) for begin, end in self._parts(row, start, stop)]
+                lengths = [end - max(begin, start) for begin, end in self._documents_in(row, start, stop)]
                 tokens = _shifted((2 * row + slot) * chunk, 0, chunk)
-                own.add(tokens, tokens, lengths, lengths)
+                within_chunks.add(tokens, tokens, lengths, lengths)
         steps = []
         for distance in range(size):
-            calls = [own] if distance == 0 else []
-            for slot, index in enumerate(mine):
-                for key_slot, key_index in enumerate(get_chunk_indices((rank - distance) % size, size)):
+            calls = [within_chunks] if distance == 0 else []
+            source = (rank - distance) % size  # the rank whose keys arrive
+            for slot, index in enumerate(local_chunks):
+                for key_slot, key_index in enumerate(get_chunk_indices(source, size)):
                     if key_index < index:
                         calls += self._between(window, chunk, (index, slot), (key_index, key_slot))
             steps.append(calls)
@@ -227,14 +230,16 @@ class Packing:
         start, key_stop = index * chunk, (key_index + 1) * chunk
         calls: dict[int, Call] = {}  # by `left`, because a call has one window
         for row in range(len(self.begins)):
-            begin, end = next(self._parts(row, start, start + chunk))
+            begin, end = next(self._documents_in(row, start, start + chunk))  # the first document of the queries
             key_begin = max(begin, key_index * chunk)
-            count, left = end - start, -1
+            count = end - start  # queries in this document
+            left = -1
             if window is not None:
                 # Query i of the chunk has index start + i, and sees the last key, key_stop - 1, if i < reach. So only
                 # the first `reach` queries see any key.
                 reach = window - 1 - (start - key_stop)
-                count, key_begin = min(count, reach), max(key_begin, start - window + 1)
+                count = min(count, reach)
+                key_begin = max(key_begin, start - window + 1)
                 # The kernel aligns the last of `count` queries with the last key, so it takes query i for index
                 # key_stop - count + i. That is start - key_stop + count less than its own, and so is the window.
                 left = reach - count
@@ -248,7 +253,7 @@ class Packing:
             call.add(query_slice, key_slice, [count], [key_stop - key_begin])
         return calls.values()
 
-    def _parts(self, row: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
+    def _documents_in(self, row: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """Yield (begin, end) of the documents of a row that have tokens in [start, stop). `end` is at most `stop`."""
         for begin, end in pairwise((*self.begins[row], self.length)):
             if begin < stop and end > start:
@@ -257,7 +262,8 @@ class Packing:
 
 def _causal(window: int | None) -> tuple[int, int]:
     """Return the window (left, right) of causal attention. For example, 3 keys, the own one included: (2, 0)."""
-    return (-1 if window is None else window - 1), 0
+    left = -1 if window is None else window - 1
+    return left, 0
 
 
 def _shifted(by: int, start: int, stop: int) -> slice:

@@ -8,8 +8,8 @@ keys by several calls, and merges them as `attention.blocks` describes.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from inspect import signature
-from itertools import accumulate
-from typing import NamedTuple
+from itertools import accumulate, chain
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from dtrain.attention.blocks import BlockByBlock, Gradients, Partial, merge_by_l
 from dtrain.attention.packing import Call
 
 # torch 2.11 does not have this argument, and always accepts fewer key heads than query heads.
-_GROUPED_HEADS = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
+_GROUPED_HEADS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 
 
 class Segments(NamedTuple):
@@ -46,19 +46,6 @@ class Segments(NamedTuple):
 
 
 Steps = list[list[Segments]]  # the calls for each exchange of keys
-
-
-class Segmented(NamedTuple):
-    """The calls of a forward.
-
-    Attributes:
-        tokens: Tokens of a row on this rank. Sequence parallel may have padded rows further. That padding is not
-            computed, and its output is 0.
-        steps: The calls for each exchange of keys.
-    """
-
-    tokens: int
-    steps: Steps
 
 
 class Flash:
@@ -89,8 +76,9 @@ class Flash:
             q, k, v = pad_heads_to_one_size(q, k, v)
             out = self.attend(q, k, v, segments, scale)
             return out if out.shape[-1] == value_size else out[..., :value_size]
-        of_all = segments._replace(queries=(slice(0, len(q)),), keys=(slice(0, len(k)),))
-        return BlockByBlock.apply(q, k, v, [[of_all]], None, VarlenBlocks(self, scale), sinks)
+        # q and k are the tokens of the slices already, so `VarlenBlocks` takes all of them.
+        all_tokens = segments._replace(queries=(slice(0, len(q)),), keys=(slice(0, len(k)),))
+        return BlockByBlock.apply(q, k, v, [[all_tokens]], None, VarlenBlocks(self, scale), sinks)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> Partial:
         """Compute attention with its log-sum-exp. Not differentiable. The arguments are those of `__call__`.
@@ -158,12 +146,22 @@ class Flash:
         )
 
     def _attend(self, q, k, v, segments, scale, aux):
-        ends, longest = (segments.query_ends, segments.key_ends), (segments.longest_query, segments.longest_key)
-        options = {"return_aux": aux, "scale": scale, "window_size": segments.window, **_GROUPED_HEADS}
         # From torch 2.15 on, varlen_attn may choose cuDNN. `differentiate` calls the backward of flash attention, so
         # the forward must be flash attention, too.
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            return varlen_attn(q, k, v, *ends, *longest, **options)
+            return varlen_attn(
+                q,
+                k,
+                v,
+                segments.query_ends,
+                segments.key_ends,
+                segments.longest_query,
+                segments.longest_key,
+                return_aux=aux,
+                scale=scale,
+                window_size=segments.window,
+                **_GROUPED_HEADS,
+            )
 
 
 @dataclass(frozen=True)
@@ -190,11 +188,13 @@ class VarlenBlocks:
                 so_far = Partial(part.out.to(wide, copy=True), part.lse.clone())
                 continue
             # The other calls have some of the queries only. Merge their results into the rows of these queries.
-            sizes = [rows.stop - rows.start for rows in call.queries]
-            outs, lses = part.out.split(sizes), part.lse.split(sizes, 1)
-            for rows, part_out, part_lse in zip(call.queries, outs, lses, strict=True):
+            start = 0
+            for rows in call.queries:
+                part_rows = slice(start, start + rows.stop - rows.start)  # the same queries in `part`
+                start = part_rows.stop
                 before = Partial(self.by_head(so_far.out[rows]), so_far.lse[:, rows])
-                merged = merge_by_log_sum_exp(before, Partial(self.by_head(part_out), part_lse))
+                new = Partial(self.by_head(part.out[part_rows]), part.lse[:, part_rows])
+                merged = merge_by_log_sum_exp(before, new)
                 so_far.out[rows] = self.by_head(merged.out)
                 so_far.lse[:, rows] = merged.lse
         assert so_far is not None  # the first step is never empty
@@ -229,15 +229,15 @@ def calls_to_device(calls: Iterable[Call], device: torch.device) -> list[Segment
         ([0, 3, 5], [0, 5, 7])
     """
     calls = list(calls)
-    ends: list[list[int]] = []  # the queries of the first call, its keys, the queries of the second call, ...
+    cu_seqlens: list[list[int]] = []  # the queries of the first call, its keys, the queries of the second call, ...
     for call in calls:
-        ends.append(list(accumulate(call.query_lengths, initial=0)))
-        ends.append(list(accumulate(call.key_lengths, initial=0)))
-    flat = [end for one in ends for end in one]
+        cu_seqlens.append(list(accumulate(call.query_lengths, initial=0)))
+        cu_seqlens.append(list(accumulate(call.key_lengths, initial=0)))
+    flat = list(chain.from_iterable(cu_seqlens))
     host = torch.tensor(flat, dtype=torch.int32, pin_memory=device.type == "cuda", device="cpu")
-    placed = host.to(device, non_blocking=True).split([len(one) for one in ends])
+    on_device = host.to(device, non_blocking=True).split([len(values) for values in cu_seqlens])
     segments = []
-    for call, query_ends, key_ends in zip(calls, placed[0::2], placed[1::2], strict=True):
+    for call, query_ends, key_ends in zip(calls, on_device[0::2], on_device[1::2], strict=True):
         # At least 2, because the kernel uses another code path, which has errors, for a longest segment of one query.
         longest_query = max(2, *call.query_lengths)
         longest_key = max(2, *call.key_lengths)
@@ -266,7 +266,7 @@ def pick(tensor: Tensor, slices: Sequence[slice], dim: int = 0) -> Tensor:
         >>> pick(torch.arange(6), [slice(0, 2), slice(4, 6)])
         tensor([0, 1, 4, 5])
     """
-    parts = [tensor.narrow(dim, piece.start, piece.stop - piece.start) for piece in slices]
+    parts = [tensor.narrow(dim, rows.start, rows.stop - rows.start) for rows in slices]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
@@ -278,6 +278,6 @@ def add_to_slices(target: Tensor, slices: Sequence[slice], values: Tensor) -> No
         slices: Slices of the first dimension, n rows in total.
         values: [n, ..], for the slices one after another.
     """
-    sizes = [piece.stop - piece.start for piece in slices]
-    for piece, value in zip(slices, values.split(sizes), strict=True):
-        target[piece] += value
+    sizes = [rows.stop - rows.start for rows in slices]
+    for rows, values_of_rows in zip(slices, values.split(sizes), strict=True):
+        target[rows] += values_of_rows

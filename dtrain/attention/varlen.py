@@ -13,7 +13,8 @@ with `SdpaKernel`, forward and backward. For an exchange, this process computes 
 
 from collections.abc import Callable, Iterable, Sequence
 from importlib.util import find_spec
-from typing import Any, NamedTuple, cast
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +26,7 @@ from dtrain.attention.blocks import Gradients, Partial, sinks_grad, with_sinks
 from dtrain.attention.context import over_keys
 from dtrain.attention.kernels import Gathering, Kernel, SdpaKernel
 from dtrain.attention.packing import Packing
-from dtrain.attention.segments import Flash, Segmented, Steps, VarlenBlocks, calls_to_device
+from dtrain.attention.segments import Flash, Steps, VarlenBlocks, calls_to_device
 from dtrain.attention.visibility import Visibility
 from dtrain.base.ranks import Ranks
 from dtrain.parallel.context.batch import join_sequence, shard_sequence
@@ -43,6 +44,21 @@ _ERROR_FACTOR = 4.0
 
 _refused_versions: set[str] = set()
 """Versions that failed the check of a model of this process. They stay off, because all models share one version."""
+
+
+class VarlenRows(NamedTuple):
+    """Form of a visibility that `VarlenKernel` reads: variable-length calls, or masks of the other kernel.
+
+    Attributes:
+        num_tokens: Tokens of a row on this rank. Sequence parallel may have padded rows further. That padding is not
+            computed by variable-length calls, and its output is 0.
+        steps: The calls for each exchange of keys. None: the other kernel computes these rows.
+        masks: The result of the other kernel's `prepare`. None if there are calls.
+    """
+
+    num_tokens: int
+    steps: Steps | None
+    masks: Any
 
 
 class VarlenKernel(Kernel):
@@ -64,9 +80,12 @@ class VarlenKernel(Kernel):
     takes_packing = True
 
     def __init__(self, flash: Flash | None = None, masked: Kernel | None = None, note: str = ""):
-        self.flash, self.masked, self.note = flash or Flash(), masked or SdpaKernel(), note
+        self.flash = flash or Flash()
+        self.masked = masked or SdpaKernel()
+        self.note = note
         self.name = "varlen" + self.masked.exchange
-        self.group, self.gathers = self.masked.group, self.masked.gathers
+        self.group = self.masked.group
+        self.gathers = self.masked.gathers
         self.is_context_parallel = self.masked.is_context_parallel
 
     def keys(
@@ -74,35 +93,39 @@ class VarlenKernel(Kernel):
     ) -> tuple[Tensor, Tensor | None] | None:
         return None if packing is not None else self.masked.keys(positions, documents)
 
-    def prepare(self, visibility: Visibility, dtype: torch.dtype, device: torch.device) -> Any:
+    def prepare(self, visibility: Visibility, dtype: torch.dtype, device: torch.device) -> VarlenRows:
         sees_to_image_ends = visibility.query_ends is not None
         is_only_causal = visibility.packing is None and visibility.is_causal
         packing = None if sees_to_image_ends or is_only_causal else find_packing(visibility)
         if packing is None:
-            return self.masked.prepare(visibility, dtype, device)
-        ranks = 1 if self.group is None else self.group.size()
+            masks = self.masked.prepare(visibility, dtype, device)
+            return VarlenRows(visibility.queries, None, masks)
+        num_ranks = 1 if self.group is None else self.group.size()
         calls_of_steps = self.masked.calls(packing, visibility.window)
         # Copy the calls of all steps to the device in one copy, and divide them into steps afterwards.
-        segments = calls_to_device((call for calls in calls_of_steps for call in calls), device)
+        segments = calls_to_device(chain.from_iterable(calls_of_steps), device)
         steps: Steps = []
         start = 0
         for calls in calls_of_steps:
             steps.append(segments[start : start + len(calls)])
             start += len(calls)
-        return Segmented(packing.length // ranks, steps)
+        return VarlenRows(packing.length // num_ranks, steps, None)
 
-    def begin_gather(self, k: Tensor, v: Tensor, prepared: Any) -> Gathering:
-        if isinstance(prepared, Segmented):
-            k, v = k[:, : prepared.tokens], v[:, : prepared.tokens]
-        return self.masked.begin_gather(k, v, prepared)
+    def begin_gather(self, k: Tensor, v: Tensor, prepared: VarlenRows) -> Gathering:
+        if prepared.steps is not None:
+            # The packing does not count the padding of sequence parallel, so it is not sent.
+            k, v = k[:, : prepared.num_tokens], v[:, : prepared.num_tokens]
+        return self.masked.begin_gather(k, v, prepared.masks)
 
-    def over(self, q: Tensor, k: Tensor, v: Tensor, prepared: Any, scale: float, sinks: Tensor | None = None) -> Tensor:
-        if not isinstance(prepared, Segmented):
-            return self.masked.over(q, k, v, prepared, scale, sinks)
-        tokens = q[:, : prepared.tokens]
+    def over(
+        self, q: Tensor, k: Tensor, v: Tensor, prepared: VarlenRows, scale: float, sinks: Tensor | None = None
+    ) -> Tensor:
+        if prepared.steps is None:
+            return self.masked.over(q, k, v, prepared.masks, scale, sinks)
+        tokens = q[:, : prepared.num_tokens]
         out = self.masked.over_segments(self.flash, tokens, k, v, prepared.steps, scale, sinks)
-        missing = q.shape[1] - out.shape[1]
-        return F.pad(out, (0, 0, 0, 0, 0, missing)) if missing else out
+        num_padding = q.shape[1] - out.shape[1]
+        return F.pad(out, (0, 0, 0, 0, 0, num_padding)) if num_padding else out
 
 
 def find_packing(visibility: Visibility) -> Packing | None:
@@ -119,14 +142,16 @@ def find_packing(visibility: Visibility) -> Packing | None:
     """
     if visibility.packing is not None:
         return visibility.packing
-    if visibility.is_plain:
+    if visibility.is_by_index:
         return Packing.one_document_per_row(visibility.rows, visibility.queries)
     positions, documents = visibility.key_positions, visibility.key_documents
     if positions is None:
         return None
     if documents is None:
         return Packing.of(positions.expand(visibility.rows, -1).cpu(), None)
-    return Packing.of(*torch.stack([positions.expand_as(documents), documents]).cpu().unbind(0))
+    on_device = torch.stack([positions.expand_as(documents), documents])
+    host_positions, host_documents = on_device.cpu().unbind(0)  # one copy for both
+    return Packing.of(host_positions, host_documents)
 
 
 def choose_version(device: torch.device, prove: Callable[[bool], str | None], ranks: Ranks) -> tuple[str | None, str]:
@@ -148,7 +173,8 @@ def choose_version(device: torch.device, prove: Callable[[bool], str | None], ra
     names = ranks.gather_results(lambda: name)
     if len(set(names)) > 1:
         _refuse_version(name)
-        name, note = None, note or f"FA2: {next(filter(None, names))} is not on every rank"
+        installed = [name_of_rank for name_of_rank in names if name_of_rank is not None]
+        name, note = None, note or f"FA2: {installed[0]} is not on every rank"
     if name is not None:
         problem = prove(True)
         if problem is None:
@@ -166,8 +192,11 @@ def _activate_later_version(device: torch.device) -> tuple[str | None, str]:
     """
     if device.type != "cuda" or not torch.cuda.is_available():
         return None, ""
-    name, package = VERSIONS.get(torch.cuda.get_device_capability(device)[0], ("", ""))
-    if not name or find_spec(package) is None:
+    major, _ = torch.cuda.get_device_capability(device)
+    if major not in VERSIONS:
+        return None, ""
+    name, package = VERSIONS[major]
+    if find_spec(package) is None:
         return None, ""
     if name in _refused_versions:
         return None, f"FA2: another model of this run has refused {name}"
@@ -175,7 +204,7 @@ def _activate_later_version(device: torch.device) -> tuple[str | None, str]:
         attention.activate_flash_attention_impl(name)
     # Raised if the versions of torch and of the package do not fit each other.
     except (ImportError, OSError, RuntimeError, AttributeError, ValueError) as error:
-        return None, f"FA2: {name} does not load: {(str(error).splitlines() or [type(error).__name__])[0]}"
+        return None, f"FA2: {name} does not load: {first_line(error)}"
     return name, ""
 
 
@@ -194,7 +223,7 @@ class CheckCase(NamedTuple):
         k: [B, S, kv, hd].
         v: [B, S, kv, hd_v].
         grad: Gradient of the output, [B, S, H, hd_v].
-        seen: The mask.
+        visibility: The mask.
         packing: The documents of the rows.
         scale: Factor of the scores.
         sinks: [H], or None.
@@ -204,15 +233,33 @@ class CheckCase(NamedTuple):
     k: Tensor
     v: Tensor
     grad: Tensor
-    seen: Visibility
+    visibility: Visibility
     packing: Packing
     scale: float
     sinks: Tensor | None = None
 
     @property
-    def parts(self) -> list[Tensor]:
+    def inputs(self) -> list[Tensor]:
         """The tensors that receive gradients: q, k, v, and the sinks if there are some."""
-        return [*self[:3], *([] if self.sinks is None else [self.sinks])]
+        if self.sinks is None:
+            return [self.q, self.k, self.v]
+        return [self.q, self.k, self.v, self.sinks]
+
+
+class _Check(NamedTuple):
+    """Results of one comparison: the output and the gradients, as tensors in the same order.
+
+    Attributes:
+        name: Name of the implementation that is checked.
+        results: Its tensors.
+        sdpa: Those of SDPA, in the same dtype.
+        exact: Those of SDPA in float32.
+    """
+
+    name: str
+    results: list[Tensor]
+    sdpa: list[Tensor]
+    exact: list[Tensor]
 
 
 def check_varlen(
@@ -254,50 +301,75 @@ def check_varlen(
         torch.OutOfMemoryError: If the device has too little memory for the check.
         torch.AcceleratorError: If a kernel has failed on the device, which cannot be used any more.
     """
+    smaller_window = None if window is None else min(window, _CHECK_WINDOW)
+
+    def make_case(case_dtype: torch.dtype) -> CheckCase:
+        return _check_case(
+            heads, key_heads, head_dim, value_dim, smaller_window, sinks, dtype=case_dtype, device=device
+        )
+
     try:
-        narrowed = None if window is None else min(window, _CHECK_WINDOW)
-        sizes = heads, key_heads, head_dim, value_dim, narrowed, sinks
-        wide, case = (_check_case(*sizes, case_dtype, device) for case_dtype in (torch.float32, dtype))
-        plain, exact = (_attend_rows(SdpaKernel(), inputs) for inputs in (case, wide))
-        checks = [("varlen", _attend_rows(VarlenKernel(flash), case), plain, exact)]
+        exact_case, case = make_case(torch.float32), make_case(dtype)
+        sdpa = _attend_rows(SdpaKernel(), case)
+        exact = _attend_rows(SdpaKernel(), exact_case)
+        checks = [_Check("varlen", _attend_rows(VarlenKernel(flash), case), sdpa, exact)]
         if exchange is not None:
-            results = (attend_in_ring if exchange == "ring" else attend_gathered)(flash, case)
-            checks.append((f"varlen for {exchange}", results, plain, exact))
+            attend = attend_in_ring if exchange == "ring" else attend_gathered
+            checks.append(_Check(f"varlen for {exchange}", attend(flash, case), sdpa, exact))
         if is_later:
-            causal = Visibility(case.seen.queries, case.seen.keys, rows=len(case.q))
-            rows, wide = (inputs._replace(seen=causal) for inputs in (case, wide))
-            with sdpa_kernel(SDPBackend.MATH):
-                usual = _attend_rows(SdpaKernel(), rows)
-            checks.append(
-                ("sdpa of plain rows", _attend_rows(SdpaKernel(), rows), usual, _attend_rows(SdpaKernel(), wide))
-            )
+            checks.append(_check_sdpa(case, exact_case))
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise
     except UNSUPPORTED as error:
         return does_not_run("varlen", error)
-    return next(filter(None, (describe_difference(name, "sdpa", *numbers) for name, *numbers in checks)), None)
+    for check in checks:
+        problem = describe_difference(check.name, "sdpa", check.results, check.sdpa, check.exact)
+        if problem is not None:
+            return problem
+    return None
+
+
+def _check_sdpa(case: CheckCase, exact_case: CheckCase) -> _Check:
+    """Compute plain causal rows by SDPA, which FlashAttention-3 or 4 computes if it is active, and by torch's math."""
+    causal = Visibility(case.visibility.queries, case.visibility.keys, rows=len(case.q))
+    rows = case._replace(visibility=causal)
+    exact_rows = exact_case._replace(visibility=causal)
+    with sdpa_kernel(SDPBackend.MATH):
+        by_math = _attend_rows(SdpaKernel(), rows)
+    results = _attend_rows(SdpaKernel(), rows)
+    return _Check("sdpa of plain rows", results, by_math, _attend_rows(SdpaKernel(), exact_rows))
 
 
 def describe_difference(
-    name: str, usual: str, results: Sequence[Tensor], others: Sequence[Tensor], truths: Sequence[Tensor]
+    name: str, reference: str, results: Sequence[Tensor], reference_results: Sequence[Tensor], exact: Sequence[Tensor]
 ) -> str | None:
     """Compare the errors of two implementations, and describe an error that rounding does not explain.
 
     Args:
         name: Name of the implementation that is checked.
-        usual: Name of the implementation that it is compared with.
+        reference: Name of the implementation that it is compared with.
         results: Tensors of `name`.
-        others: The same tensors of `usual`.
-        truths: The same tensors, computed in float32.
+        reference_results: The same tensors of `reference`.
+        exact: The same tensors, computed in float32.
 
     Returns:
-        A message if an error of `name` is much larger than that of `usual`. None otherwise.
+        A message if an error of `name` is much larger than that of `reference`. None otherwise.
     """
-    for result, other, truth in zip(results, others, truths, strict=True):
-        off, off_usually = (float((values.float() - truth).abs().max()) for values in (result, other))
-        if not off <= _ERROR_FACTOR * off_usually + torch.finfo(result.dtype).eps * float(truth.abs().max()):
-            return f"{name} gives other numbers than {usual} here: {off:.2e} from float32, {usual} {off_usually:.2e}"
+    for result, reference_result, exact_result in zip(results, reference_results, exact, strict=True):
+        error = _largest_difference(result, exact_result)
+        reference_error = _largest_difference(reference_result, exact_result)
+        rounding = torch.finfo(result.dtype).eps * float(exact_result.abs().max())
+        # `not <=` is also true if the error is NaN.
+        if not error <= _ERROR_FACTOR * reference_error + rounding:
+            return (
+                f"{name} gives other numbers than {reference} here: {error:.2e} from float32, {reference} "
+                f"{reference_error:.2e}"
+            )
     return None
+
+
+def _largest_difference(values: Tensor, exact: Tensor) -> float:
+    return float((values.float() - exact).abs().max())
 
 
 def _check_case(
@@ -306,34 +378,41 @@ def _check_case(
     head_dim: int,
     value_dim: int,
     window: int | None,
-    sinks: bool,
+    has_sinks: bool,
+    *,
     dtype: torch.dtype,
     device: torch.device,
 ) -> CheckCase:
     documents = documents_of(_CHECK_LENGTHS)
-    positions = torch.tensor([[at for size in row for at in range(size)] for row in _CHECK_LENGTHS])
-    rows, count = documents.shape
+    positions = torch.tensor([[position for size in row for position in range(size)] for row in _CHECK_LENGTHS])
+    rows, length = documents.shape
     packing = Packing.of(positions, documents)
     assert packing is not None
     documents, positions = documents.to(device), positions.to(device)
-    seen = Visibility(count, count, window, positions, positions, documents, documents, rows, packing)
-    draw = torch.Generator().manual_seed(0)
-    q, k, v, grad = (
-        torch.randn(rows, count, of, size, generator=draw).to(torch.bfloat16).float().to(device, dtype)
-        for of, size in ((heads, head_dim), (key_heads, head_dim), (key_heads, value_dim), (heads, value_dim))
-    )
-    scores = torch.linspace(-1.0, 3.0, heads, device=device, dtype=dtype) if sinks else None
-    return CheckCase(q, k, v, grad, seen, packing, head_dim**-0.5, scores)
+    visibility = Visibility(length, length, window, positions, positions, documents, documents, rows, packing)
+    generator = torch.Generator().manual_seed(0)
+
+    def random(num_heads: int, size: int) -> Tensor:
+        values = torch.randn(rows, length, num_heads, size, generator=generator)
+        # Rounded to bfloat16, so that the case in float32 has the same numbers.
+        return values.to(torch.bfloat16).float().to(device, dtype)
+
+    q = random(heads, head_dim)
+    k = random(key_heads, head_dim)
+    v = random(key_heads, value_dim)
+    grad = random(heads, value_dim)
+    sinks = torch.linspace(-1.0, 3.0, heads, device=device, dtype=dtype) if has_sinks else None
+    return CheckCase(q, k, v, grad, visibility, packing, head_dim**-0.5, sinks)
 
 
 def _attend_rows(kernel: Kernel, case: CheckCase) -> list[Tensor]:
     """Return the output and the gradients of q, k, v and sinks."""
-    prepared = kernel.prepare(case.seen, case.q.dtype, case.q.device)
+    prepared = kernel.prepare(case.visibility, case.q.dtype, case.q.device)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
         return kernel(q, k, v, prepared, case.scale, sinks)
 
-    return with_gradients(attend, case.parts, case.grad)
+    return with_gradients(attend, case.inputs, case.grad)
 
 
 def attend_gathered(flash: Flash, case: CheckCase, size: int = 2) -> list[Tensor]:
@@ -342,27 +421,41 @@ def attend_gathered(flash: Flash, case: CheckCase, size: int = 2) -> list[Tensor
     def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
         outputs = []
         for rank in range(size):
-            calls = calls_to_device(case.packing.over_gathered(case.seen.window, rank, size), q.device)
-            mine = shard_sequence(q, rank, size)
-            outputs.append(over_keys(flash, mine, k.flatten(0, 1), v.flatten(0, 1), calls, case.scale, sinks))
+            calls = calls_to_device(case.packing.over_gathered(case.visibility.window, rank, size), q.device)
+            local_q = shard_sequence(q, rank, size)
+            outputs.append(over_keys(flash, local_q, k.flatten(0, 1), v.flatten(0, 1), calls, case.scale, sinks))
         return join_sequence(outputs, 1)
 
-    return with_gradients(attend, case.parts, case.grad)
+    return with_gradients(attend, case.inputs, case.grad)
 
 
 @torch.no_grad()
 def attend_in_ring(flash: Flash, case: CheckCase, size: int = 2) -> list[Tensor]:
     """Compute the same as `_attend_rows`, rank by rank in a ring of `size` ranks. No collectives."""
-    attention, rows = VarlenBlocks(flash, case.scale), len(case.q)
-    q, k, v, grad = ([shard_sequence(part, rank, size).flatten(0, 1) for rank in range(size)] for part in case[:4])
+    attention = VarlenBlocks(flash, case.scale)
+    rows = len(case.q)
     wide = torch.promote_types(case.q.dtype, torch.float32)
-    q_grads, k_grads, v_grads = ([torch.zeros_like(tensor, dtype=wide) for tensor in some] for some in (q, k, v))
-    outputs, of_sinks = [], []
+
+    def shards_of(tensor: Tensor) -> list[Tensor]:
+        """Return the flat tokens of each rank, [B · S/cp, ..]."""
+        return [shard_sequence(tensor, rank, size).flatten(0, 1) for rank in range(size)]
+
+    def join_shards(shards: Sequence[Tensor]) -> Tensor:
+        """Return the rows [B, S, ..] of the ranks' flat tokens."""
+        return join_sequence([shard.unflatten(0, (rows, -1)) for shard in shards], 1)
+
+    q, k, v, grad = shards_of(case.q), shards_of(case.k), shards_of(case.v), shards_of(case.grad)
+    q_grads = [torch.zeros_like(shard, dtype=wide) for shard in q]
+    k_grads = [torch.zeros_like(shard, dtype=wide) for shard in k]
+    v_grads = [torch.zeros_like(shard, dtype=wide) for shard in v]
+    outputs = []
+    sink_grads = []  # empty without sinks
     for rank in range(size):
-        steps = [calls_to_device(step, case.q.device) for step in case.packing.in_ring(case.seen.window, rank, size)]
+        calls_of_steps = case.packing.in_ring(case.visibility.window, rank, size)
+        steps = [calls_to_device(calls, case.q.device) for calls in calls_of_steps]
         partial: Partial | None = None
         for distance, step in enumerate(steps):
-            source = rank - distance
+            source = rank - distance  # the rank whose keys arrive in this step; negative numbers count from the end
             partial = attention.forward(q[rank], k[source], v[source], step, partial)
         assert partial is not None
         out, lse = with_sinks(attention, partial, case.sinks)
@@ -372,10 +465,13 @@ def attend_in_ring(flash: Flash, case: CheckCase, size: int = 2) -> list[Tensor]
             source = rank - distance
             gradients = Gradients(q_grads[rank], k_grads[source], v_grads[source])
             attention.backward(grad[rank], q[rank], k[source], v[source], merged, step, gradients)
-        of_sinks.append(sinks_grad(attention, grad[rank], merged, case.sinks))
-    parts = (outputs, q_grads, k_grads, v_grads)
-    joined = [join_sequence([shard.unflatten(0, (rows, -1)) for shard in part], 1) for part in parts]
-    return joined if case.sinks is None else [*joined, torch.stack(cast(list[Tensor], of_sinks)).sum(0)]
+        sink_grad = sinks_grad(attention, grad[rank], merged, case.sinks)
+        if sink_grad is not None:
+            sink_grads.append(sink_grad)
+    results = [join_shards(outputs), join_shards(q_grads), join_shards(k_grads), join_shards(v_grads)]
+    if sink_grads:
+        results.append(torch.stack(sink_grads).sum(0))
+    return results
 
 
 def documents_of(lengths: Sequence[Sequence[int]]) -> Tensor:
@@ -388,27 +484,38 @@ def documents_of(lengths: Sequence[Sequence[int]]) -> Tensor:
         tensor([[ 0,  0,  1],
                 [ 0, -1, -1]])
     """
-    documents = torch.tensor([[n for n, size in enumerate(row) for _ in range(size)] for row in lengths])
-    documents[-1, -lengths[-1][-1] :] = -1
+    rows = []
+    for lengths_of_row in lengths:
+        numbers = torch.arange(len(lengths_of_row))
+        rows.append(numbers.repeat_interleave(torch.tensor(lengths_of_row)))
+    documents = torch.stack(rows)
+    num_padding = lengths[-1][-1]
+    documents[-1, -num_padding:] = -1
     return documents
 
 
-def with_gradients(function: Callable[..., Tensor], parts: Iterable[Tensor], grad: Tensor) -> list[Tensor]:
+def with_gradients(function: Callable[..., Tensor], inputs: Iterable[Tensor], grad: Tensor) -> list[Tensor]:
     """Compute a function and its gradients.
 
     Args:
-        function: Function of `parts`.
-        parts: The inputs.
+        function: Function of `inputs`.
+        inputs: Its arguments.
         grad: Gradient of the output, [..].
 
     Returns:
-        The output [..], and the gradients in the shapes of `parts`.
+        The output [..], and the gradients in the shapes of `inputs`.
     """
-    leaves = [part.clone().requires_grad_() for part in parts]
+    leaves = [tensor.clone().requires_grad_() for tensor in inputs]
     out = function(*leaves)
     return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
 
 def does_not_run(name: str, error: Exception) -> str:
     """Return the message for an implementation that raises an error, with the first line of the error."""
-    return f"{name} does not run here: {(str(error).splitlines() or [type(error).__name__])[0]}"
+    return f"{name} does not run here: {first_line(error)}"
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message, or the name of its type if it has no message."""
+    lines = str(error).splitlines()
+    return lines[0] if lines else type(error).__name__

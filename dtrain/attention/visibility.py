@@ -63,14 +63,14 @@ class Visibility:
     query_ends: Tensor | None = None
 
     @property
-    def is_plain(self) -> bool:
-        """True for a mask that is causal by index in every row, with or without a window."""
+    def is_by_index(self) -> bool:
+        """Whether the mask is causal by index in every row, with or without a window."""
         return self.query_positions is None
 
     @property
     def is_causal(self) -> bool:
-        """True for a mask that is causal by index, without a window that hides a key."""
-        return self.is_plain and (self.window is None or self.window >= self.keys)
+        """Whether the mask is causal by index, without a window that hides a key."""
+        return self.is_by_index and (self.window is None or self.window >= self.keys)
 
     def visible(self, queries: slice, device: torch.device) -> Tensor:
         """Return the mask of visible keys for a slice of the queries.
@@ -89,20 +89,21 @@ class Visibility:
                      [0, 1, 1]]], dtype=torch.int32)
         """
         if self.query_positions is None or self.key_positions is None:
-            q_pos, k_pos = (torch.arange(n, device=device, dtype=torch.int32)[None] for n in (self.queries, self.keys))
+            q_pos = torch.arange(self.queries, device=device, dtype=torch.int32)[None]
+            k_pos = torch.arange(self.keys, device=device, dtype=torch.int32)[None]
         else:
             # int32, because the distances [B, q, K] would take twice the memory in int64.
             q_pos, k_pos = self.query_positions.int(), self.key_positions.int()
         distance = q_pos[:, queries, None] - k_pos[:, None, :]
         if self.query_ends is None:
-            seen = distance >= 0
+            visible = distance >= 0
         else:
-            seen = self.query_ends.int()[:, queries, None] >= k_pos[:, None, :]
+            visible = self.query_ends.int()[:, queries, None] >= k_pos[:, None, :]
         if self.window is not None:
-            seen &= distance < self.window
+            visible &= distance < self.window
         if self.query_documents is not None and self.key_documents is not None:
-            seen &= self.query_documents.int()[:, queries, None] == self.key_documents.int()[:, None, :]
-        return seen
+            visible &= self.query_documents.int()[:, queries, None] == self.key_documents.int()[:, None, :]
+        return visible
 
     def bias(self, queries: slice, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return the additive mask of a slice of queries, [B or 1, 1, q, K]: 0 for visible keys, -inf for others."""
@@ -111,26 +112,29 @@ class Visibility:
     def reach(self, queries: slice) -> slice:
         """Return a slice that contains all keys that the queries of a slice see.
 
-        For a plain mask it is derived from the indices. For example, queries 4 to 5 with window 3: keys 2 to 5. For
+        For a mask by index it is derived from the indices. For example, queries 4 to 5 with window 3: keys 2 to 5. For
         other masks it is all keys.
         """
-        if not self.is_plain:
+        if not self.is_by_index:
             return slice(0, self.keys)
-        return slice(0 if self.window is None else max(0, queries.start - self.window + 1), queries.stop)
+        first_key = 0 if self.window is None else max(0, queries.start - self.window + 1)
+        return slice(first_key, queries.stop)
 
-    def runs(self, row_bytes: int | None = None, most: int = MASK_BYTES) -> list[slice]:
-        """Divide the queries into consecutive slices that take at most `most` bytes each.
+    def runs(self, row_bytes: int | None = None, max_bytes: int = MASK_BYTES) -> list[slice]:
+        """Divide the queries into consecutive slices that take at most `max_bytes` bytes each.
 
         Args:
             row_bytes: Bytes that one query takes, over all B rows. None: the bytes of its int32 distances to all keys.
-            most: Largest number of bytes of a slice. A slice has at least one query.
+            max_bytes: Largest number of bytes of a slice. A slice has at least one query.
 
         Example:
-            >>> Visibility(queries=5, keys=5).runs(row_bytes=10, most=20)
+            >>> Visibility(queries=5, keys=5).runs(row_bytes=10, max_bytes=20)
             [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)]
         """
-        rows = 1 if self.is_plain else self.rows
-        size = max(1, most // (row_bytes or 4 * rows * self.keys))
+        if row_bytes is None:
+            rows = 1 if self.is_by_index else self.rows
+            row_bytes = 4 * rows * self.keys
+        size = max(1, max_bytes // row_bytes)
         return [slice(start, min(start + size, self.queries)) for start in range(0, self.queries, size)]
 
 

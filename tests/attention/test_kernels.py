@@ -107,7 +107,7 @@ def test_blocks_skip_what_no_query_sees():
 def test_one_call_on_a_gpu():
     """No host reads there: causal by flag, anything else one mask, as long as that is small."""
     blocks = SdpaKernel().prepare(Visibility(512, 512), torch.bfloat16, torch.device("meta"))
-    assert len(blocks) == 1 and blocks[0].causal and blocks[0].bias is None
+    assert len(blocks) == 1 and blocks[0].is_causal and blocks[0].bias is None
     blocks = SdpaKernel().prepare(Visibility(512, 512, window=32), torch.bfloat16, torch.device("meta"))
     assert len(blocks) == 1 and blocks[0].bias.shape == (1, 1, 512, 512) and blocks[0].bias.dtype == torch.bfloat16
 
@@ -121,9 +121,9 @@ def test_a_large_mask_on_a_gpu_is_made_in_parts(packed, window):
     visibility = Visibility(2**15, 2**15, window, *streams, rows=2)
     blocks = SdpaKernel().prepare(visibility, torch.float32, torch.device("meta"))
     if visibility.is_causal:
-        assert len(blocks) == 1 and blocks[0].causal
+        assert len(blocks) == 1 and blocks[0].is_causal
         return
-    assert all(block.bias is None and block.hidden is visibility and not block.causal for block in blocks)
+    assert all(block.bias is None and block.visibility is visibility and not block.is_causal for block in blocks)
     assert [block.queries.start for block in blocks[1:]] == [block.queries.stop for block in blocks[:-1]]
     assert blocks[0].queries.stop == 2**26 // (4 * 2**15 * (2 if packed else 1)) and blocks[-1].queries.stop == 2**15
     assert all(block.keys.start % 16 == 0 for block in blocks), "what the kernel reads of a mask is aligned"
@@ -143,7 +143,7 @@ def test_parts_of_a_mask_are_the_whole(name):
     )
     expected = written_out(q, k, v, brute_force(visibility, 3), 0.3)
     right = (expected.detach(), *torch.autograd.grad(expected, (q, k, v), grad))
-    spans = [Span(run, visibility.reach(run), None, False, visibility) for run in runs]
+    spans = [Span(run, visibility.reach(run), visibility=visibility) for run in runs]
     sunk = written_out(q, k, v, brute_force(visibility, 3), 0.3, sinks := torch.ones(4, dtype=torch.float64))
     torch.testing.assert_close(SdpaKernel()(q, k, v, spans, 0.3, sinks), sunk, rtol=1e-11, atol=1e-12)
     narrow = [one.detach().float().requires_grad_() for one in (q, k, v)]  # float64 goes another way
@@ -154,7 +154,7 @@ def test_parts_of_a_mask_are_the_whole(name):
     out = SdpaKernel()(q, k, v, [span], 0.3)
     found = (out.detach(), *torch.autograd.grad(out, (q, k, v), grad))
     with torch.no_grad():
-        way = MaskedBlocks(Products(), 0.3, most=40 * 3 * 4 * 150 * 8)
+        way = MaskedBlocks(Products(), 0.3, max_bytes=40 * 3 * 4 * 150 * 8)
         q, k, v, grad = (one.transpose(1, 2) for one in (q, k, v, grad))
         assert len(list(way._parts(q, k, visibility))) == 4
         merged = way.forward(q, k, v, visibility, None)

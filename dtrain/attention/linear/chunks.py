@@ -48,8 +48,8 @@ from dtrain.attention.linear.context import Pieces
 from dtrain.base.torch_functions import cumsum, has_values
 
 CHUNK = 64
-GROUP = 2**19  # elements of the values that are computed at a time on a CPU, to fit its cache
-MOST = 2**25  # the same on other devices, and the limit for keeping the chunks during an exchange: some GiB in all
+CACHE_ELEMENTS = 2**19  # elements of the values that are computed at a time on a CPU, to fit its cache
+MAX_ELEMENTS = 2**25  # the same on other devices, and the limit for storing chunks during an exchange: a few GiB
 EPS = 1e-6  # of the l2 norm, as in transformers
 
 
@@ -95,7 +95,7 @@ class _Rows(NamedTuple):
 
     Attributes:
         length: Tokens of a row.
-        chunks: Number of chunks, N.
+        num_chunks: N.
         size: Tokens of a chunk, C. The last chunk may be padded.
         dtype: The compute dtype.
         visible: [N, B, 1, 1, C, C], or [C, C] if each row is one document: True if token j is at or before token i and
@@ -107,7 +107,7 @@ class _Rows(NamedTuple):
     """
 
     length: int
-    chunks: int
+    num_chunks: int
     size: int
     dtype: torch.dtype
     visible: Tensor
@@ -117,38 +117,38 @@ class _Rows(NamedTuple):
 
     @classmethod
     def of(cls, values: Tensor, segments: Tensor | None, real: Tensor | None) -> "_Rows":
+        """Return the division of rows [B, S, ..]. The masks are those of `chunked`, [B, S]."""
         length = values.shape[1]
         size = min(CHUNK, length)
-        count = -(-length // size)
+        num_chunks = -(-length // size)
+        dtype = torch.promote_types(values.dtype, torch.float32)
         visible = torch.ones(size, size, dtype=torch.bool, device=values.device).tril_()
         from_start = to_end = None
-
-        def cut(stream: Tensor) -> Tensor:
-            """Divide [B, S] into chunks, [N, B, 1, 1, C]. The last chunk is filled with the value of the last token."""
-            if missing := count * size - length:
-                stream = torch.cat([stream, stream[:, -1:].expand(-1, missing)], 1)
-            return stream.unflatten(1, (count, size)).transpose(0, 1)[:, :, None, None]
-
         if segments is not None:
-            ids = cut(segments)
-            before = torch.cat([torch.zeros_like(ids[:1, ..., -1:]), ids[:-1, ..., -1:]])
+            ids = _divide_mask(segments, num_chunks, size)
+            last_ids = ids[..., -1:]  # the document of the last token of each chunk
+            # The state before the first chunk is that of document 0, before each other chunk that of its last token.
+            ids_before = torch.cat([torch.zeros_like(last_ids[:1]), last_ids[:-1]])
             visible = visible & (ids[..., :, None] == ids[..., None, :])
-            from_start, to_end = ids == before, ids == ids[..., -1:]
-        dtype = torch.promote_types(values.dtype, torch.float32)
-        return cls(length, count, size, dtype, visible, from_start, to_end, None if real is None else cut(real))
+            from_start = ids == ids_before
+            to_end = ids == last_ids
+        real_in_chunks = None if real is None else _divide_mask(real, num_chunks, size)
+        return cls(length, num_chunks, size, dtype, visible, from_start, to_end, real_in_chunks)
 
     def to_chunks(self, x: Tensor, key_heads: int) -> Tensor:
         """Copy [B, S, H, ..] to chunks, [N, B, Hk, H / Hk, C, ..]. The last chunk is filled with zeros."""
         rows, _, heads = x.shape[:3]
-        shape = (self.chunks, rows, heads, self.size, *x.shape[3:])
-        order = (1, 0, 3, 2, *range(4, len(shape)))  # to [B, N, C, H, ..]
+        shape = (self.num_chunks, rows, heads, self.size, *x.shape[3:])
         out = torch.empty(shape, dtype=self.dtype, device=x.device)
-        into, num_full = out.permute(order), self.length // self.size
+        by_token = out.permute(1, 0, 3, 2, *range(4, len(shape)))  # a view, [B, N, C, H, ..]
+        num_full = self.length // self.size  # chunks without padding
+        num_full_tokens = num_full * self.size
         if num_full:
-            into[:, :num_full] = x[:, : num_full * self.size].unflatten(1, (num_full, self.size))
-        if remainder := self.length - num_full * self.size:
+            by_token[:, :num_full] = x[:, :num_full_tokens].unflatten(1, (num_full, self.size))
+        remainder = self.length - num_full_tokens
+        if remainder:
             out[num_full:] = 0
-            into[:, num_full, :remainder] = x[:, num_full * self.size :]
+            by_token[:, num_full, :remainder] = x[:, num_full_tokens:]
         return out.unflatten(2, (key_heads, heads // key_heads))
 
     def to_rows(self, x: Tensor) -> Tensor:
@@ -156,6 +156,14 @@ class _Rows(NamedTuple):
         x = x.flatten(2, 3)
         tokens = x.permute(1, 0, 3, 2, *range(4, x.dim()))  # [B, N, C, H, ..]
         return tokens.flatten(1, 2)[:, : self.length]
+
+
+def _divide_mask(mask: Tensor, num_chunks: int, size: int) -> Tensor:
+    """Divide [B, S] into chunks, [N, B, 1, 1, C]. The last chunk is filled with the value of the last token."""
+    num_padding = num_chunks * size - mask.shape[1]
+    if num_padding:
+        mask = torch.cat([mask, mask[:, -1:].expand(-1, num_padding)], 1)
+    return mask.unflatten(1, (num_chunks, size)).transpose(0, 1)[:, :, None, None]
 
 
 class _WithinChunks(NamedTuple):
@@ -201,18 +209,23 @@ class _WithinChunks(NamedTuple):
 def _within_chunks(rows: _Rows, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> _WithinChunks:
     """Compute all values of the chunks that do not depend on the states, from rows [B, S, heads, ..]."""
     heads = k.shape[2]
-    q, k, v, g, beta = (rows.to_chunks(x, heads) for x in (q, k, v, g, beta))
+    q, k, v = rows.to_chunks(q, heads), rows.to_chunks(k, heads), rows.to_chunks(v, heads)
+    g, beta = rows.to_chunks(g, heads), rows.to_chunks(beta, heads)
     if rows.real is not None:
+        # Padding does not decay, write or read.
         g, beta = g.masked_fill_(~rows.real, 0), beta.masked_fill_(~rows.real, 0)
         q = q.masked_fill_(~rows.real[..., None], 0)
     scale = q.shape[-1] ** -0.5
-    inverse_q, inverse_k = (vecdot(x, x).add_(EPS).rsqrt_()[..., None] for x in (q, k))
+    inverse_q, inverse_k = _inverse_norm(q), _inverse_norm(k)
     q, k = q.mul_(inverse_q * scale), k.mul_(inverse_k)
-    sums = _cumsum_in_documents(rows, g)
-    decay = (sums[..., :, None] - sums[..., None, :]).masked_fill_(~rows.visible, -torch.inf).exp_()
-    start, end = sums.exp(), (sums[..., -1:] - sums).exp_()
+    # G, the sums of g. The decay from token j to token i is exp(G_i - G_j).
+    log_decay = _cumsum_in_documents(rows, g)
+    decay = (log_decay[..., :, None] - log_decay[..., None, :]).masked_fill_(~rows.visible, -torch.inf).exp_()
+    start = log_decay.exp()
+    end = (log_decay[..., -1:] - log_decay).exp_()
     if rows.from_start is not None and rows.to_end is not None:
-        start, end = start.masked_fill_(~rows.from_start, 0), end.masked_fill_(~rows.to_end, 0)
+        start = start.masked_fill_(~rows.from_start, 0)
+        end = end.masked_fill_(~rows.to_end, 0)
     kk, qk = _product(k, k.mT), _product(q, k.mT)
     # L in the strict lower triangle. `solve_triangular` with unitriangular=True reads the diagonal as 1.
     system = (decay * kk).mul_(beta[..., None])
@@ -221,11 +234,16 @@ def _within_chunks(rows: _Rows, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta
     by_beta = inverse * beta[..., None, :]
     u = _product(by_beta, v)
     w = _product(by_beta.mul_(start[..., None, :]), k)
-    scores = torch.mul(qk, decay, out=system)
+    scores = torch.mul(qk, decay, out=system)  # in the memory of `system`, which is not needed any more
     chunk_decay = start[..., -1, None, None]
     return _WithinChunks(
         q, k, v, inverse_q, inverse_k, beta, start, end, chunk_decay, decay, kk, qk, inverse, scores, u, w
     )
+
+
+def _inverse_norm(x: Tensor) -> Tensor:
+    """Return 1 / |x| of vectors [.., C, K], [.., C, 1]."""
+    return vecdot(x, x).add_(EPS).rsqrt_()[..., None]
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
@@ -235,9 +253,10 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     The backward computes these products again in any case, so none should be saved.
     """
     leading = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
-    flat = [matrix.expand(*leading, *matrix.shape[-2:]).flatten(0, -3) for matrix in (a, b)]
-    out = torch.empty(len(flat[0]), a.shape[-2], b.shape[-1], dtype=a.dtype, device=a.device)
-    return torch.bmm(*flat, out=out).unflatten(0, leading)
+    flat_a = a.expand(*leading, *a.shape[-2:]).flatten(0, -3)
+    flat_b = b.expand(*leading, *b.shape[-2:]).flatten(0, -3)
+    out = torch.empty(len(flat_a), a.shape[-2], b.shape[-1], dtype=a.dtype, device=a.device)
+    return torch.bmm(flat_a, flat_b, out=out).unflatten(0, leading)
 
 
 def _cumsum_in_documents(rows: _Rows, values: Tensor, backward: bool = False) -> Tensor:
@@ -247,9 +266,11 @@ def _cumsum_in_documents(rows: _Rows, values: Tensor, backward: bool = False) ->
     """
     if rows.from_start is None:
         return cumsum(values.flip(-1)).flip(-1) if backward else cumsum(values)
+    # A product with the mask adds the values of one document only.
     visible = rows.visible[:, :, 0, 0].to(values.dtype)  # [N, B, C, C]
     visible = visible.mT if backward else visible
-    return _product(visible, values.flatten(2, 3).mT).mT.unflatten(2, values.shape[2:4])
+    values_of_heads = values.flatten(2, 3)  # [N, B, Hv, C]
+    return _product(visible, values_of_heads.mT).mT.unflatten(2, values.shape[2:4])
 
 
 class _Chunk(NamedTuple):
@@ -268,10 +289,11 @@ class _Chunk(NamedTuple):
     chunk_decay: Tensor
 
 
-def _chunk_matrices(inside: _WithinChunks, unbind: Callable[[Tensor], Sequence[Tensor]]) -> list[_Chunk]:
+def _chunk_matrices(chunks: _WithinChunks, unbind: Callable[[Tensor], Sequence[Tensor]]) -> list[_Chunk]:
     """Return the matrices of each chunk. `unbind` is `_chunks_of` or `_chunk_views`."""
-    parts = inside.u, inside.w, inside.k * inside.end[..., None], inside.chunk_decay
-    return [_Chunk(*chunk) for chunk in zip(*map(unbind, parts), strict=True)]
+    decayed_k = chunks.k * chunks.end[..., None]
+    matrices = zip(unbind(chunks.u), unbind(chunks.w), unbind(decayed_k), unbind(chunks.chunk_decay), strict=True)
+    return [_Chunk(*of_chunk) for of_chunk in matrices]
 
 
 def _chunks_of(x: Tensor) -> Sequence[Tensor]:
@@ -289,55 +311,65 @@ def _chunk_views(x: Tensor) -> Sequence[Tensor]:
         return _chunks_of(x)
     flat = x.flatten(1, 3)  # copies in the same cases as `_chunks_of`, so that a plan counts the same memory
     shape = (flat.shape[:2].numel(), *flat.shape[2:])
-    return [flat.view(shape) if flat.is_contiguous() else flat[0, 0].expand(shape)]
+    if flat.is_contiguous():
+        return [flat.view(shape)]
+    return [flat[0, 0].expand(shape)]
 
 
-def _carry_states(inside: _WithinChunks, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _carry_states(chunks: _WithinChunks, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Carry a state through the chunks.
 
     Args:
-        inside: The chunks.
+        chunks: The chunks.
         state: The state before the first chunk, [B, Hk, r, K, V].
 
     Returns:
         The states before each chunk, [N, B, Hk, r, K, V]; n, what each token writes, [N, B, Hk, r, C, V]; and the state
         after the last chunk, [B, Hk, r, K, V].
     """
-    states = torch.empty(len(inside.u) + 1, *state.shape, dtype=state.dtype, device=state.device)
-    written = torch.empty_like(inside.u)
+    states = torch.empty(len(chunks.u) + 1, *state.shape, dtype=state.dtype, device=state.device)
+    writes = torch.empty_like(chunks.u)
     states[0] = state
-    parts = (_chunk_views(tensor) for tensor in (written, states[:-1], states[1:]))
-    for chunk, new, before, after in zip(_chunk_matrices(inside, _chunk_views), *parts, strict=True):
-        torch.baddbmm(chunk.u, chunk.w, before, alpha=-1, out=new)  # n = u - w S_0
-        torch.mul(before, chunk.chunk_decay, out=after).baddbmm_(chunk.k.mT, new)  # S_C
-    return states[:-1], written, states[-1]
+    each_chunk = zip(
+        _chunk_matrices(chunks, _chunk_views),
+        _chunk_views(writes),
+        _chunk_views(states[:-1]),
+        _chunk_views(states[1:]),
+        strict=True,
+    )
+    for chunk, n, before, after in each_chunk:
+        torch.baddbmm(chunk.u, chunk.w, before, alpha=-1, out=n)  # n = u - w S_0
+        torch.mul(before, chunk.chunk_decay, out=after).baddbmm_(chunk.k.mT, n)  # S_C
+    return states[:-1], writes, states[-1]
 
 
-def _state_maps(inside: _WithinChunks) -> Tensor:
+def _state_maps(chunks: _WithinChunks) -> Tensor:
     """Return the map from the first state of the rows to the last one, which is M · first + U.
 
     Returns:
         M and U side by side, [B, Hk, r, K, K + V].
     """
-    chunks, size = _chunk_matrices(inside, _chunks_of), inside.k.shape[-1]
-    unit = torch.eye(size, dtype=inside.k.dtype, device=inside.k.device)
-    m = unit.expand(len(chunks[0].w), size, size)
-    u = m.new_zeros(len(m), size, inside.u.shape[-1])
-    for chunk in chunks:
-        taken = torch.baddbmm(chunk.w, chunk.w, m, beta=0)
-        m = torch.baddbmm(m * chunk.chunk_decay, chunk.k.mT, taken, alpha=-1)
-        new = torch.baddbmm(chunk.u, chunk.w, u, alpha=-1)
-        u = torch.baddbmm(u * chunk.chunk_decay, chunk.k.mT, new)
-    return torch.cat([m, u], -1).unflatten(0, inside.u.shape[1:4])
+    matrices = _chunk_matrices(chunks, _chunks_of)
+    size = chunks.k.shape[-1]
+    unit = torch.eye(size, dtype=chunks.k.dtype, device=chunks.k.device)
+    m = unit.expand(len(matrices[0].w), size, size)  # before the first chunk: the state itself
+    u = m.new_zeros(len(m), size, chunks.u.shape[-1])
+    for chunk in matrices:
+        # n = u_chunk - w S with S = m · first + u. `w_m` is the part of n that depends on the first state.
+        w_m = torch.baddbmm(chunk.w, chunk.w, m, beta=0)
+        m = torch.baddbmm(m * chunk.chunk_decay, chunk.k.mT, w_m, alpha=-1)
+        n = torch.baddbmm(chunk.u, chunk.w, u, alpha=-1)
+        u = torch.baddbmm(u * chunk.chunk_decay, chunk.k.mT, n)
+    return torch.cat([m, u], -1).unflatten(0, chunks.u.shape[1:4])
 
 
 def _carry_gradients(
-    inside: _WithinChunks, by_scores: Tensor, by_start: Tensor, last: Tensor | None
+    chunks: _WithinChunks, by_scores: Tensor, by_start: Tensor, last: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Carry gradients back through the chunks.
 
     Args:
-        inside: The chunks.
+        chunks: The chunks.
         by_scores: Gradient of n by the outputs of the same chunk, [N, B, Hk, r, C, V].
         by_start: Gradient of the state before each chunk by the outputs of that chunk, [N, B, Hk, r, K, V].
         last: Gradient of the state after the last chunk, [B, Hk, r, K, V]. None: 0.
@@ -347,13 +379,20 @@ def _carry_gradients(
     """
     states = by_start.new_empty(len(by_start) + 1, *by_start.shape[1:])
     states[-1] = 0 if last is None else last
-    written = torch.empty_like(by_scores)
-    parts = (_chunk_views(tensor) for tensor in (by_scores, by_start, written, states[:-1], states[1:]))
-    each = list(zip(_chunk_matrices(inside, _chunk_views), *parts, strict=True))
-    for chunk, scores, starts, new, before, after in reversed(each):
-        torch.baddbmm(scores, chunk.k, after, out=new)
-        torch.addcmul(starts, after, chunk.chunk_decay, out=before).baddbmm_(chunk.w.mT, new, alpha=-1)
-    return states[1:], written, states[0]
+    n_grads = torch.empty_like(by_scores)
+    each_chunk = zip(
+        _chunk_matrices(chunks, _chunk_views),
+        _chunk_views(by_scores),
+        _chunk_views(by_start),
+        _chunk_views(n_grads),
+        _chunk_views(states[:-1]),
+        _chunk_views(states[1:]),
+        strict=True,
+    )
+    for chunk, by_scores_of_chunk, by_start_of_chunk, n_grad, before, after in reversed(list(each_chunk)):
+        torch.baddbmm(by_scores_of_chunk, chunk.k, after, out=n_grad)
+        torch.addcmul(by_start_of_chunk, after, chunk.chunk_decay, out=before).baddbmm_(chunk.w.mT, n_grad, alpha=-1)
+    return states[1:], n_grads, states[0]
 
 
 class Heads(NamedTuple):
@@ -362,50 +401,65 @@ class Heads(NamedTuple):
     keys: slice
     values: slice
 
-    def of(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> list[Tensor]:
+    def select(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> list[Tensor]:
         """Return the parts of q, k, v, g and beta [B, S, heads, ..] that belong to these heads."""
-        return [q[:, :, self.keys], k[:, :, self.keys], *(tensor[:, :, self.values] for tensor in (v, g, beta))]
+        of_keys = [q[:, :, self.keys], k[:, :, self.keys]]
+        of_values = [v[:, :, self.values], g[:, :, self.values], beta[:, :, self.values]]
+        return of_keys + of_values
 
 
 def head_groups(length: int, k: Tensor, v: Tensor) -> list[Heads]:
     """Divide the heads into groups that are computed one after the other.
 
-    A group has at most `MOST` elements, or on a CPU `GROUP` elements, which fit its cache.
+    A group has at most `MAX_ELEMENTS` elements, or on a CPU `CACHE_ELEMENTS` elements, which fit its cache.
 
     Args:
         length: Tokens of a row, with the padding of the last chunk.
         k: [B, S, Hk, K]. Only its shape and device are read.
         v: [B, S, Hv, V]. Only its shape is read.
     """
-    heads, repeats = k.shape[2], v.shape[2] // k.shape[2]
-    each = len(k) * length * repeats * max(k.shape[-1], v.shape[-1])
-    size = max(1, min(heads, (GROUP if k.device.type == "cpu" else MOST) // each))
-    starts = range(0, heads, size)
-    return [Heads(slice(at, at + size), slice(at * repeats, (at + size) * repeats)) for at in starts]
+    num_key_heads = k.shape[2]
+    repeats = v.shape[2] // num_key_heads  # value heads per key head
+    elements_per_head = len(k) * length * repeats * max(k.shape[-1], v.shape[-1])
+    max_elements = CACHE_ELEMENTS if k.device.type == "cpu" else MAX_ELEMENTS
+    size = max(1, min(num_key_heads, max_elements // elements_per_head))
+    groups = []
+    for start in range(0, num_key_heads, size):
+        stop = start + size
+        groups.append(Heads(keys=slice(start, stop), values=slice(start * repeats, stop * repeats)))
+    return groups
 
 
 class _Chunked(torch.autograd.Function):
+    """The rule with a written backward, one group of heads at a time. The arguments are those of `chunked`."""
+
     @staticmethod
     def forward(ctx, q, k, v, g, beta, segments, real, state, exchange):
         rows = _Rows.of(v, segments, real)
-        groups = head_groups(rows.chunks * rows.size, k, v)
+        groups = head_groups(rows.num_chunks * rows.size, k, v)
 
-        def chunks() -> Iterable[_WithinChunks]:
-            return (_within_chunks(rows, *heads.of(q, k, v, g, beta)) for heads in groups)
+        def compute_chunks() -> Iterable[_WithinChunks]:
+            return (_within_chunks(rows, *heads.select(q, k, v, g, beta)) for heads in groups)
 
-        first, maps, again = state, None, chunks
+        get_chunks: Callable[[], Iterable[_WithinChunks]] = compute_chunks
+        first, maps = state, None
         if exchange is not None:
-            once, again = _for_two_passes(chunks, v)
-            first, maps = exchange.forward(torch.cat([_state_maps(inside).flatten(1, 2) for inside in once()], 1))
+            get_chunks = _store_if_small(compute_chunks, v)
+            local_maps = torch.cat([_state_maps(chunks).flatten(1, 2) for chunks in get_chunks()], 1)
+            first, maps = exchange.forward(local_maps)
+            del local_maps
         out = torch.empty_like(v, memory_format=torch.contiguous_format)
         last = torch.empty(len(v), v.shape[2], k.shape[-1], v.shape[-1], dtype=rows.dtype, device=v.device)
-        for (_, values), inside in zip(groups, again(), strict=True):
-            states, written, after = _carry_states(inside, _first_states(first, values, inside))
-            reads = _product(inside.q, states).mul_(inside.start[..., None])
-            reads.add_(_product(inside.scores, written))
-            out[:, :, values], last[:, values] = rows.to_rows(reads), after.flatten(1, 2)
+        for heads, chunks in zip(groups, get_chunks(), strict=True):
+            states, writes, after = _carry_states(chunks, _first_states(first, heads.values, chunks))
+            # An output reads the state before the chunk, and what the chunk has written so far.
+            reads = _product(chunks.q, states).mul_(chunks.start[..., None])
+            reads.add_(_product(chunks.scores, writes))
+            out[:, :, heads.values] = rows.to_rows(reads)
+            last[:, heads.values] = after.flatten(1, 2)
         ctx.save_for_backward(q, k, v, g, beta, segments, real, first, maps)
-        ctx.exchange, ctx.state_dtype = exchange, None if state is None else state.dtype
+        ctx.exchange = exchange
+        ctx.state_dtype = None if state is None else state.dtype
         return out, last
 
     @staticmethod
@@ -413,152 +467,156 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx, grad, last):
         q, k, v, g, beta, segments, real, first, maps = ctx.saved_tensors
         rows = _Rows.of(v, segments, real)
-        groups = head_groups(rows.chunks * rows.size, k, v)
+        groups = head_groups(rows.num_chunks * rows.size, k, v)
 
-        def chunks() -> Iterable[_BackwardInputs]:
+        def compute_inputs() -> Iterable[_BackwardInputs]:
             for heads in groups:
-                inside = _within_chunks(rows, *heads.of(q, k, v, g, beta))
-                yield _backward_inputs(rows, inside, grad[:, :, heads.values], first, heads.values)
+                chunks = _within_chunks(rows, *heads.select(q, k, v, g, beta))
+                yield _backward_inputs(rows, chunks, grad[:, :, heads.values], first, heads.values)
 
-        again = chunks
+        get_inputs: Callable[[], Iterable[_BackwardInputs]] = compute_inputs
         if ctx.exchange is not None:
-            once, again = _for_two_passes(chunks, v)
+            get_inputs = _store_if_small(compute_inputs, v)
 
             # A function, so that its last chunks are freed before the exchange.
             def grads_of_first_states() -> Tensor:
                 """Return the gradients of the first states of this rank's pieces by the outputs of these pieces."""
                 grads = []
-                for part in once():
-                    _, _, first_state_grad = _carry_gradients(part.inside, part.by_scores, part.by_start, None)
+                for inputs in get_inputs():
+                    _, _, first_state_grad = _carry_gradients(inputs.chunks, inputs.by_scores, inputs.by_start, None)
                     grads.append(first_state_grad.flatten(1, 2))
                 return torch.cat(grads, 1)
 
             last = ctx.exchange.backward(grads_of_first_states(), maps)
         results = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (q, k, v, g, beta)]
         first_grad = torch.empty_like(last)
-        for heads, part in zip(groups, again(), strict=True):
-            after, new, before = _carry_gradients(
-                part.inside, part.by_scores, part.by_start, last[:, heads.values].unflatten(1, part.inside.u.shape[2:4])
-            )
+        for heads, inputs in zip(groups, get_inputs(), strict=True):
+            last_grad = last[:, heads.values].unflatten(1, inputs.chunks.u.shape[2:4])
+            after, n_grad, before = _carry_gradients(inputs.chunks, inputs.by_scores, inputs.by_start, last_grad)
             first_grad[:, heads.values] = before.flatten(1, 2)
-            grads = _backward_within_chunks(rows, part.inside, part.grad, part.states, part.written, after, new)
-            for result, result_grad in zip(heads.of(*results), grads, strict=True):
+            grads = _backward_within_chunks(
+                rows, inputs.chunks, inputs.grad, inputs.states, inputs.writes, after, n_grad
+            )
+            for result, result_grad in zip(heads.select(*results), grads, strict=True):
                 result.copy_(rows.to_rows(result_grad))
-        return *results, None, None, None if ctx.state_dtype is None else first_grad.to(ctx.state_dtype), None
+        state_grad = None if ctx.state_dtype is None else first_grad.to(ctx.state_dtype)
+        return *results, None, None, state_grad, None
 
 
-def _for_two_passes(
-    chunks: Callable[[], Iterable[T]], v: Tensor
-) -> tuple[Callable[[], Iterable[T]], Callable[[], Iterable[T]]]:
-    """Return functions that return the chunks before and after an exchange.
+def _store_if_small(compute: Callable[[], Iterable[T]], v: Tensor) -> Callable[[], Iterable[T]]:
+    """Return a function that returns the results of `compute`, and may be called before and after an exchange.
 
-    The chunks are kept during the exchange, or computed again if they are larger than `MOST` elements.
+    The results are stored, or computed in each call if they are larger than `MAX_ELEMENTS` elements.
     """
-    if v.numel() > MOST:
-        return chunks, chunks
-    kept = list(chunks())
-    return lambda: kept, lambda: kept
+    if v.numel() > MAX_ELEMENTS:
+        return compute
+    results = list(compute())
+    return lambda: results
 
 
-def _first_states(states: Tensor | None, values: slice, inside: _WithinChunks) -> Tensor:
+def _first_states(states: Tensor | None, values: slice, chunks: _WithinChunks) -> Tensor:
     """Return the first states of some value heads, [B, Hk, r, K, V], from `states` [B, Hv, K, V], or zeros."""
-    heads, size = inside.u.shape[2:4], (inside.k.shape[-1], inside.u.shape[-1])
+    heads = chunks.u.shape[2:4]  # Hk, r
     if states is None:
-        return inside.u.new_zeros(inside.u.shape[1], *heads, *size)
-    return states[:, values].to(inside.u.dtype).unflatten(1, heads)
+        return chunks.u.new_zeros(chunks.u.shape[1], *heads, chunks.k.shape[-1], chunks.u.shape[-1])
+    return states[:, values].to(chunks.u.dtype).unflatten(1, heads)
 
 
 class _BackwardInputs(NamedTuple):
-    """Values of some heads that the backward needs.
+    """Values of a group of heads that the backward needs.
 
     Attributes:
-        inside: The chunks.
+        chunks: The chunks.
         grad: Gradient of the outputs, [N, B, Hk, r, C, V].
         states: The states before each chunk.
-        written: n, what each token writes.
+        writes: n, what each token writes.
         by_scores: Gradient of n by the outputs of the same chunk.
         by_start: Gradient of the state before each chunk by the outputs of that chunk.
     """
 
-    inside: _WithinChunks
+    chunks: _WithinChunks
     grad: Tensor
     states: Tensor
-    written: Tensor
+    writes: Tensor
     by_scores: Tensor
     by_start: Tensor
 
 
 def _backward_inputs(
-    rows: _Rows, inside: _WithinChunks, grad: Tensor, first: Tensor | None, values: slice
+    rows: _Rows, chunks: _WithinChunks, grad: Tensor, first: Tensor | None, values: slice
 ) -> _BackwardInputs:
-    grad = rows.to_chunks(grad, inside.k.shape[2])
+    grad = rows.to_chunks(grad, chunks.k.shape[2])
     if rows.real is not None:
         grad = grad.masked_fill_(~rows.real[..., None], 0)
-    states, written, _ = _carry_states(inside, _first_states(first, values, inside))
-    by_start = inside.q.mT @ (grad * inside.start[..., None])
-    return _BackwardInputs(inside, grad, states, written, inside.scores.mT @ grad, by_start)
+    states, writes, _ = _carry_states(chunks, _first_states(first, values, chunks))
+    by_start = chunks.q.mT @ (grad * chunks.start[..., None])
+    by_scores = chunks.scores.mT @ grad
+    return _BackwardInputs(chunks, grad, states, writes, by_scores, by_start)
 
 
 def _backward_within_chunks(
-    rows: _Rows, inside: _WithinChunks, grad: Tensor, states: Tensor, written: Tensor, after: Tensor, new: Tensor
+    rows: _Rows, chunks: _WithinChunks, grad: Tensor, states: Tensor, writes: Tensor, after: Tensor, n_grad: Tensor
 ) -> tuple[Tensor, ...]:
     """Compute the gradients of q, k, v, g and beta, in the layout of chunks.
 
     Args:
         rows: The division into chunks.
-        inside: The chunks.
+        chunks: The chunks.
         grad: Gradient of the outputs, [N, B, Hk, r, C, V].
         states: The states before each chunk, [N, B, Hk, r, K, V].
-        written: n, [N, B, Hk, r, C, V].
+        writes: n, [N, B, Hk, r, C, V].
         after: Gradient of the states after each chunk, [N, B, Hk, r, K, V].
-        new: Gradient of n, [N, B, Hk, r, C, V].
+        n_grad: Gradient of n, [N, B, Hk, r, C, V].
     """
-    q, k, v, beta = inside.q, inside.k, inside.v, inside.beta
+    q, k, v, beta = chunks.q, chunks.k, chunks.v, chunks.beta
 
     # The part of an output that reads the state: start_t · S_0ᵀ q_t.
     read = grad @ states.mT  # [.., C, K]
     start_grad = vecdot(read, q)
-    q_grad = _sum_over_value_heads(read.mul_(inside.start[..., None]))
+    q_grad = _sum_over_value_heads(read.mul_(chunks.start[..., None]))
 
     # The state after the chunk: chunk_decay · S_0 + Σ_t end_t · k_t n_tᵀ. Names with `log` are gradients by the
     # logarithm of a decay.
-    write = written @ after.mT  # [.., C, K]
-    end_log_grad = vecdot(write, k).mul_(inside.end)
-    k_grad = _sum_over_value_heads(write.mul_(inside.end[..., None]))
-    chunk_decay_log_grad = (after * states).sum((-2, -1)).mul_(inside.chunk_decay[..., 0, 0])
+    write = writes @ after.mT  # [.., C, K]
+    end_log_grad = vecdot(write, k).mul_(chunks.end)
+    k_grad = _sum_over_value_heads(write.mul_(chunks.end[..., None]))
+    chunk_decay_log_grad = (after * states).sum((-2, -1)).mul_(chunks.chunk_decay[..., 0, 0])
 
     # n = u - w S_0 with u = inverse · (β v) and w = inverse · (β start k). First the gradients of β v and β start k.
-    v_grad = inside.inverse.mT @ new
-    w_grad = inside.inverse.mT @ (new @ states.mT).neg_()
-    system_grad = (v_grad @ inside.u.mT).add_(w_grad @ inside.w.mT).neg_()  # of L
+    v_grad = chunks.inverse.mT @ n_grad
+    w_grad = chunks.inverse.mT @ (n_grad @ states.mT).neg_()
+    system_grad = (v_grad @ chunks.u.mT).add_(w_grad @ chunks.w.mT).neg_()  # of L
     by_key = vecdot(w_grad, k)
-    beta_grad = vecdot(v_grad, v).addcmul_(by_key, inside.start)
+    beta_grad = vecdot(v_grad, v).addcmul_(by_key, chunks.start)
     start_grad.addcmul_(by_key, beta)
     v_grad.mul_(beta[..., None])
-    k_grad += _sum_over_value_heads(w_grad.mul_((beta * inside.start)[..., None]))
+    k_grad += _sum_over_value_heads(w_grad.mul_((beta * chunks.start)[..., None]))
 
-    # L = β decay kk below the diagonal, and scores = decay qk. `products` is the gradient of log decay.
-    system_grad = system_grad.tril_(-1).mul_(inside.decay)
-    products = system_grad * inside.kk
-    beta_grad += products.sum(-1)
-    products.mul_(beta[..., None])
+    # L = β decay kk below the diagonal, and scores = decay qk.
+    system_grad = system_grad.tril_(-1).mul_(chunks.decay)
+    decay_log_grad = system_grad * chunks.kk
+    beta_grad += decay_log_grad.sum(-1)
+    decay_log_grad.mul_(beta[..., None])
     kk_grad = _sum_over_value_heads(system_grad.mul_(beta[..., None]))
-    scores_grad = (grad @ written.mT).mul_(inside.decay)
-    products.addcmul_(scores_grad, inside.qk)
+    scores_grad = (grad @ writes.mT).mul_(chunks.decay)
+    decay_log_grad.addcmul_(scores_grad, chunks.qk)
     qk_grad = _sum_over_value_heads(scores_grad)
     q_grad += qk_grad @ k
     k_grad += qk_grad.mT @ q + (kk_grad + kk_grad.mT) @ k
 
     # log decay_ij = G_i - G_j, log start_t = G_t, log end_t = G_C - G_t and log chunk_decay = G_C. G is a
     # cumulative sum of g.
-    sums_grad = products.sum(-1).sub_(products.sum(-2)).addcmul_(start_grad, inside.start).sub_(end_log_grad)
-    sums_grad[..., -1] += end_log_grad.sum(-1) + chunk_decay_log_grad
-    g_grad = _cumsum_in_documents(rows, sums_grad, backward=True)
+    cumulative_grad = decay_log_grad.sum(-1).sub_(decay_log_grad.sum(-2))  # of G
+    cumulative_grad.addcmul_(start_grad, chunks.start).sub_(end_log_grad)
+    cumulative_grad[..., -1] += end_log_grad.sum(-1) + chunk_decay_log_grad
+    g_grad = _cumsum_in_documents(rows, cumulative_grad, backward=True)
     if rows.real is not None:
-        g_grad, beta_grad = g_grad.masked_fill_(~rows.real, 0), beta_grad.masked_fill_(~rows.real, 0)
+        g_grad = g_grad.masked_fill_(~rows.real, 0)
+        beta_grad = beta_grad.masked_fill_(~rows.real, 0)
     scale = q.shape[-1] ** -0.5
-    q_grad = _l2_norm_backward(q_grad * scale, q / scale, inside.inverse_q)
-    return q_grad, _l2_norm_backward(k_grad, k, inside.inverse_k), v_grad, g_grad, beta_grad
+    q_grad = _l2_norm_backward(q_grad * scale, q / scale, chunks.inverse_q)
+    k_grad = _l2_norm_backward(k_grad, k, chunks.inverse_k)
+    return q_grad, k_grad, v_grad, g_grad, beta_grad
 
 
 def _l2_norm_backward(grad: Tensor, normed: Tensor, inverse: Tensor) -> Tensor:

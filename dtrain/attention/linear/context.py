@@ -36,13 +36,14 @@ class Pieces:
         tokens: S/cp, the tokens of a row on a rank. Sequence parallel may have padded them further on the right.
 
     Attributes:
-        mine: The indices of this rank's two pieces.
+        local_pieces: The indices of this rank's two pieces.
         count: P.
     """
 
     def __init__(self, group: Any, tokens: int):
-        self.group, self.tokens = group, tokens
-        self.mine: Sequence[int] = get_chunk_indices(group.rank(), group.size())
+        self.group = group
+        self.tokens = tokens
+        self.local_pieces: Sequence[int] = get_chunk_indices(group.rank(), group.size())
         self.count = 2 * group.size()
 
     def split(self, x: Tensor) -> Tensor:
@@ -69,15 +70,20 @@ class Pieces:
         Collectives:
             One all-gather of `count` tokens per piece, and in the backward one reduce-scatter.
         """
-        ends = x[:, : self.tokens].unflatten(1, (2, -1))[:, :, -count:]  # a piece may be shorter
-        pieces = self._ordered(gather_along(ends.unsqueeze(0), 0, self.group))  # [P, B, n, ..]
+        pieces = x[:, : self.tokens].unflatten(1, (2, -1))  # [B, 2, S/(2·cp), ..]
+        last_tokens = pieces[:, :, -count:]  # fewer than `count` if a piece is shorter
+        last_tokens_of_all = self._ordered(gather_along(last_tokens.unsqueeze(0), 0, self.group))  # [P, B, n, ..]
         preceding = []
-        for piece in self.mine:
+        for index in self.local_pieces:
             # If pieces are shorter than `count`, the tokens come from several pieces.
-            first = max(0, piece - -(-count // ends.shape[2]))
-            known = pieces[first:piece].transpose(0, 1).flatten(1, 2)[:, -count:] if piece else pieces[0, :, :0]
-            missing = known.new_full((len(x), count - known.shape[1], *x.shape[2:]), fill)
-            preceding.append(torch.cat([missing, known], 1))
+            num_needed = -(-count // last_tokens.shape[2])
+            first = max(0, index - num_needed)
+            if index > 0:
+                tokens = last_tokens_of_all[first:index].transpose(0, 1).flatten(1, 2)[:, -count:]
+            else:
+                tokens = last_tokens_of_all[0, :, :0]
+            missing = tokens.new_full((len(x), count - tokens.shape[1], *x.shape[2:]), fill)
+            preceding.append(torch.cat([missing, tokens], 1))
         return torch.stack(preceding, 1).flatten(0, 1)
 
     def forward(self, maps: Tensor) -> tuple[Tensor, Tensor]:
@@ -94,14 +100,16 @@ class Pieces:
             One all-gather.
         """
         size = maps.shape[-2]
-        pieces, head = self._gathered(maps), self.mine[0]
-        state = torch.zeros_like(pieces[0, ..., size:])
-        states = [state] if head == 0 else []
-        for piece in range(self.mine[-1]):
-            state = pieces[piece, ..., :size] @ state + pieces[piece, ..., size:]
-            if piece + 1 in self.mine:
+        maps_of_all = self._gathered(maps)
+        m, u = maps_of_all[..., :size], maps_of_all[..., size:]
+        first, last = self.local_pieces[0], self.local_pieces[-1]
+        state = torch.zeros_like(u[0])
+        states = [state] if first == 0 else []
+        for piece in range(last):
+            state = m[piece] @ state + u[piece]
+            if piece + 1 in self.local_pieces:
                 states.append(state)
-        return torch.stack(states, 1).flatten(0, 1), pieces[head + 1 :, ..., :size].clone()
+        return torch.stack(states, 1).flatten(0, 1), m[first + 1 :].clone()
 
     def backward(self, grads: Tensor, maps: Tensor) -> Tensor:
         """Compute the gradients of the last states of this rank's pieces, by all pieces after them.
@@ -117,14 +125,16 @@ class Pieces:
         Collectives:
             One all-gather.
         """
-        pieces, head = self._gathered(grads), self.mine[0]
-        state = torch.zeros_like(pieces[0])
-        state_grads = [state] if self.count - 1 in self.mine else []
-        for piece in range(self.count - 1, head, -1):
-            state = (maps[piece - head - 1].mT @ state).add_(pieces[piece])
-            if piece - 1 in self.mine:
-                state_grads.append(state)
-        return torch.stack(state_grads[::-1], 1).flatten(0, 1)
+        grads_of_all = self._gathered(grads)
+        first = self.local_pieces[0]
+        last_grad = torch.zeros_like(grads_of_all[0])  # of the last piece
+        last_grads = [last_grad] if self.count - 1 in self.local_pieces else []
+        for piece in range(self.count - 1, first, -1):
+            last_grad = (maps[piece - first - 1].mT @ last_grad).add_(grads_of_all[piece])
+            if piece - 1 in self.local_pieces:
+                last_grads.append(last_grad)
+        last_grads.reverse()  # from the order of the computation to that of the pieces
+        return torch.stack(last_grads, 1).flatten(0, 1)
 
     def _gathered(self, x: Tensor) -> Tensor:
         """Gather pieces [B · 2, ..] of all ranks to [P, B, ..], in the order of the row."""

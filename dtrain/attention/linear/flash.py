@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from dtrain.attention.linear.chunks import chunked, head_groups
 from dtrain.attention.linear.context import Pieces
-from dtrain.attention.varlen import UNSUPPORTED, documents_of, does_not_run, with_gradients
+from dtrain.attention.varlen import UNSUPPORTED, documents_of, does_not_run, first_line, with_gradients
 
 _LENGTHS = ((1, 61, 66, 64), (150, 42))  # documents of two rows of 192 tokens; the last one of each row is padding
 _TOLERANCE = 0.02  # relative error of a document's results: several times the error of the kernels in bfloat16
@@ -34,21 +34,21 @@ class Borders(NamedTuple):
 
     Example: two rows of 4 tokens. Documents begin at tokens 0 and 3 of the first row, and at token 2 of the second row,
     whose first two tokens continue a document of the piece before it. ends = [0, 3, 4, 6, 8], first = [0, 2],
-    last = [1, 3], goes_on = [False, True].
+    last = [1, 3], continues = [False, True].
 
     Attributes:
         ends: cu_seqlens of the n documents, int64 [n + 1], on the device.
         host: The same on the host.
         first: Index of the first document of each row, int64 [R].
         last: Index of the last document of each row, int64 [R].
-        goes_on: Whether the first document of each row began before the row, bool [R, 1, 1, 1].
+        continues: Whether the first document of each row began before the row, bool [R, 1, 1, 1].
     """
 
     ends: Tensor
     host: Tensor
     first: Tensor
     last: Tensor
-    goes_on: Tensor
+    continues: Tensor
 
     @classmethod
     def of(cls, begins: Sequence[Sequence[int]], length: int, device: torch.device) -> "Borders":
@@ -59,18 +59,27 @@ class Borders(NamedTuple):
             length: Tokens of a row.
             device: The device.
         """
-        ends: list[int] = []
-        first, last = [], []
+        cu_seqlens: list[int] = []
+        first, last, continues = [], [], []
         for row, begins_of_row in enumerate(begins):
-            first.append(len(ends))
-            ends += [row * length, *(row * length + begin for begin in begins_of_row if begin)]
-            last.append(len(ends) - 1)
-        ends.append(len(begins) * length)
-        goes_on = [int(0 not in row) for row in begins]
-        pinned = device.type == "cuda"
-        host = torch.tensor([*ends, *first, *last, *goes_on], dtype=torch.int64, pin_memory=pinned, device="cpu")
-        parts = host.to(device, non_blocking=True).split([len(ends), *[len(begins)] * 3])
-        return cls(parts[0], host[: len(ends)], parts[1], parts[2], parts[3].bool()[:, None, None, None])
+            first.append(len(cu_seqlens))
+            start = row * length
+            cu_seqlens.append(start)  # a border also if the row continues a document
+            cu_seqlens += [start + begin for begin in begins_of_row if begin > 0]
+            last.append(len(cu_seqlens) - 1)
+            continues.append(int(0 not in begins_of_row))
+        cu_seqlens.append(len(begins) * length)
+        numbers = [*cu_seqlens, *first, *last, *continues]
+        host = torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda", device="cpu")
+        sizes = [len(cu_seqlens), len(first), len(last), len(continues)]
+        on_device = host.to(device, non_blocking=True).split(sizes)
+        return cls(
+            ends=on_device[0],
+            host=host[: len(cu_seqlens)],
+            first=on_device[1],
+            last=on_device[2],
+            continues=on_device[3].bool()[:, None, None, None],
+        )
 
 
 class FlashDelta:
@@ -106,17 +115,20 @@ class FlashDelta:
             Those of `exchange`.
         """
         if real is not None:
-            hidden = ~real[..., None]
-            q, g, beta = q.masked_fill(hidden[..., None], 0), g.masked_fill(hidden, 0), beta.masked_fill(hidden, 0)
+            # Padding does not read, decay or write.
+            is_padding = ~real[..., None]
+            q = q.masked_fill(is_padding[..., None], 0)
+            g = g.masked_fill(is_padding, 0)
+            beta = beta.masked_fill(is_padding, 0)
         return _Flash.apply(q, k, v, g, beta, self, borders, exchange)
 
     def run(
-        self, parts: Sequence[Tensor], borders: Borders | None, state: Tensor | None, with_last: bool
+        self, inputs: Sequence[Tensor], borders: Borders | None, state: Tensor | None, with_last: bool
     ) -> tuple[Tensor, Tensor]:
         """Call the operation. Differentiable.
 
         Args:
-            parts: q, k, v, g, beta.
+            inputs: q, k, v, g, beta.
             borders: The documents.
             state: The state before each row, [R, Hv, K, V], for documents that began before the row. None: zeros.
             with_last: Whether to compute the last states.
@@ -125,38 +137,49 @@ class FlashDelta:
             The outputs, [R, L, Hv, V], and the last state of each row, [R, Hv, K, V] in float32. The latter is only
             meaningful if `with_last`.
         """
-        rows, length = parts[2].shape[:2]
+        q, k, v, g, beta = inputs
+        rows, length = v.shape[:2]
+        cu_seqlens = cu_seqlens_on_host = None
         if borders is not None:
-            parts = tuple(part.flatten(0, 1)[None] for part in parts)
+            # The kernels accept several documents in a single row only: [1, R · L, heads, ..].
+            q, k, v = q.flatten(0, 1)[None], k.flatten(0, 1)[None], v.flatten(0, 1)[None]
+            g, beta = g.flatten(0, 1)[None], beta.flatten(0, 1)[None]
+            cu_seqlens, cu_seqlens_on_host = borders.ends, borders.host
             if state is not None:
-                zeros = state.new_zeros(len(borders.host) - 1, *state.shape[1:])
-                state = zeros.index_copy(0, borders.first, state * borders.goes_on)
+                num_documents = len(borders.host) - 1
+                zeros = state.new_zeros(num_documents, *state.shape[1:])
+                state = zeros.index_copy(0, borders.first, state * borders.continues)
         out, last = self._operation(
-            *parts,
-            scale=parts[1].shape[-1] ** -0.5,
+            q,
+            k,
+            v,
+            g,
+            beta,
+            scale=k.shape[-1] ** -0.5,
             initial_state=state,
             output_final_state=with_last,
             use_qk_l2norm_in_kernel=True,
-            cu_seqlens=None if borders is None else borders.ends,
-            cu_seqlens_cpu=None if borders is None else borders.host,
+            cu_seqlens=cu_seqlens,
+            cu_seqlens_cpu=cu_seqlens_on_host,
         )
         if with_last and borders is not None:
             last = last.index_select(0, borders.last)
         return out.reshape(rows, length, *out.shape[2:]), last
 
-    def maps(self, parts: Sequence[Tensor], borders: Borders | None) -> Tensor:
+    def maps(self, inputs: Sequence[Tensor], borders: Borders | None) -> Tensor:
         """Return M and U of each row side by side, [R, Hv, K, K + V]. The last state of a row is M · first + U.
 
         The columns of a state [K, V] are computed independently, so one call with K + V columns computes both: M is the
         last state if the first one is the unit matrix and all values are 0, and U if the first one is 0.
         """
-        q, k, v, g, beta = parts
-        size, shape = k.shape[-1], (len(v), v.shape[2], k.shape[-1])
-        unit = torch.eye(size, dtype=torch.promote_types(v.dtype, torch.float32), device=v.device)
-        unit = unit.expand(*shape, size)
-        first = torch.cat([unit, unit.new_zeros(*shape, v.shape[-1])], -1)
-        values = torch.cat([v.new_zeros(*v.shape[:3], size), v], -1)
-        return self.run((q, k, values, g, beta), borders, first, True)[1]
+        q, k, v, g, beta = inputs
+        rows, key_size, value_size = len(v), k.shape[-1], v.shape[-1]
+        wide = torch.promote_types(v.dtype, torch.float32)
+        unit = torch.eye(key_size, dtype=wide, device=v.device).expand(rows, v.shape[2], key_size, key_size)
+        first = torch.cat([unit, unit.new_zeros(*unit.shape[:3], value_size)], -1)  # [R, Hv, K, K + V]
+        values = torch.cat([v.new_zeros(*v.shape[:3], key_size), v], -1)  # [R, L, Hv, K + V]
+        _, last = self.run((q, k, values, g, beta), borders, first, True)
+        return last
 
 
 class _Flash(torch.autograd.Function):
@@ -171,7 +194,7 @@ class _Flash(torch.autograd.Function):
         else:
             out = torch.empty_like(v, memory_format=torch.contiguous_format)
             for heads in head_groups(v.shape[1], k, v):
-                out[:, :, heads.values], _ = rule.run(heads.of(q, k, v, g, beta), borders, None, False)
+                out[:, :, heads.values], _ = rule.run(heads.select(q, k, v, g, beta), borders, None, False)
         ctx.save_for_backward(q, k, v, g, beta, first, maps)
         ctx.rule, ctx.borders, ctx.exchange = rule, borders, exchange
         return out
@@ -179,25 +202,26 @@ class _Flash(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        *parts, first, maps = ctx.saved_tensors
+        *inputs, first, maps = ctx.saved_tensors
         results: Sequence[Tensor]
         if ctx.exchange is not None:
             with torch.enable_grad():
-                leaves = [part.detach().requires_grad_() for part in (*parts, first)]
-                out, last = ctx.rule.run(leaves[:-1], ctx.borders, leaves[-1], True)
-            (first_grad,) = torch.autograd.grad(out, leaves[-1:], grad, retain_graph=True)
+                leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+                first = first.detach().requires_grad_()
+                out, last = ctx.rule.run(leaves, ctx.borders, first, True)
+            (first_grad,) = torch.autograd.grad(out, (first,), grad, retain_graph=True)
             last_grad = ctx.exchange.backward(first_grad, maps)
-            results = torch.autograd.grad((out, last), leaves[:-1], (grad, last_grad))
+            results = torch.autograd.grad((out, last), leaves, (grad, last_grad))
             return *results, None, None, None
-        results = [torch.empty_like(part, memory_format=torch.contiguous_format) for part in parts]
-        for heads in head_groups(parts[2].shape[1], parts[1], parts[2]):
+        results = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in inputs]
+        _, k, v, _, _ = inputs
+        for heads in head_groups(v.shape[1], k, v):
             with torch.enable_grad():
-                leaves = [part.detach().requires_grad_() for part in heads.of(*parts)]
+                leaves = [tensor.detach().requires_grad_() for tensor in heads.select(*inputs)]
                 out, _ = ctx.rule.run(leaves, ctx.borders, None, False)
-            for into, part_grad in zip(
-                heads.of(*results), torch.autograd.grad(out, leaves, grad[:, :, heads.values]), strict=True
-            ):
-                into.copy_(part_grad)
+            grads = torch.autograd.grad(out, leaves, grad[:, :, heads.values])
+            for result, grad_of_heads in zip(heads.select(*results), grads, strict=True):
+                result.copy_(grad_of_heads)
         return *results, None, None, None
 
 
@@ -210,7 +234,7 @@ def installed_flash_delta() -> FlashDelta | str:
             return "flash-linear-attention is not installed (pip install 'dtrain[fla]')"
         return f"flash-linear-attention cannot be loaded: {error}"
     except (ImportError, RuntimeError, OSError, AttributeError) as error:  # a Triton or a torch that it does not fit
-        return f"flash-linear-attention cannot be loaded: {(str(error).splitlines() or [type(error).__name__])[0]}"
+        return f"flash-linear-attention cannot be loaded: {first_line(error)}"
     return FlashDelta(chunk_gated_delta_rule)
 
 
@@ -248,59 +272,107 @@ def check_flash_delta(
         torch.AcceleratorError: If a kernel has failed on the device.
     """
     documents = documents_of(_LENGTHS)
-    begins = [[0, *(at for at in range(1, row.numel()) if row[at] != row[at - 1])] for row in documents]
-    real, length = documents.to(device) >= 0, documents.shape[1]
-    segments = (documents.diff(dim=1, prepend=documents[:, :1] - 1) != 0).cumsum(1).to(device)
+    rows, length = documents.shape
+    is_first = documents.diff(dim=1, prepend=documents[:, :1] - 1) != 0  # the first token of each document
+    begins = [row.nonzero()[:, 0].tolist() for row in is_first]
+    segments = is_first.cumsum(1).to(device)
+    real = documents.to(device) >= 0
     generator = torch.Generator().manual_seed(0)
 
-    def random(heads: int, *size: int) -> Tensor:
-        return torch.randn(*documents.shape, heads, *size, generator=generator).to(dtype).to(device)
+    def random(num_heads: int, *size: int) -> Tensor:
+        return torch.randn(rows, length, num_heads, *size, generator=generator).to(dtype).to(device)
 
     q, k = random(key_heads, key_dim), random(key_heads, key_dim)
     v, grad = random(value_heads, value_dim), random(value_heads, value_dim)
-    g, beta = -random(value_heads).float().exp() / 16, random(value_heads).sigmoid()  # slow decays
-    parts = [q, k, v, g, beta]
+    g = -random(value_heads).float().exp() / 16  # slow decays
+    beta = random(value_heads).sigmoid()
+    borders = Borders.of(begins, length, device)
 
-    def in_pieces(*inputs: Tensor) -> Tensor:
+    def packed_rows(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+        return rule(q, k, v, g, beta, borders, real)
+
+    def plain_rows(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+        return rule(q, k, v, g, beta, None, None)
+
+    def rows_in_pieces(*inputs: Tensor) -> Tensor:
         """Compute the rule on rows that are divided into 4 pieces, as on 2 context-parallel ranks."""
         size = length // 4
         begins_of_pieces = []
-        for row in begins:
-            for piece in range(4):
-                start = piece * size
-                begins_of_pieces.append([at - start for at in row if start <= at < start + size])
-        seen = real.unflatten(1, (4, -1)).flatten(0, 1)
-        q, k, v, g, beta = (tensor.unflatten(1, (4, -1)).flatten(0, 1) for tensor in inputs)
-        out = rule(q, k, v, g, beta, Borders.of(begins_of_pieces, size, device), seen, _Chain(4))
+        for begins_of_row in begins:
+            for start in range(0, length, size):
+                begins_of_pieces.append(begins_within(begins_of_row, start, size))
+        q, k, v, g, beta, real_pieces = (_in_pieces(tensor) for tensor in (*inputs, real))
+        piece_borders = Borders.of(begins_of_pieces, size, device)
+        out = rule(q, k, v, g, beta, piece_borders, real_pieces, _Chain(4))
         return out.unflatten(0, (-1, 4)).flatten(1, 2)
 
-    borders = Borders.of(begins, length, device)
-    checks: list[tuple[str, Callable[..., Tensor], Tensor | None, Tensor | None]]
+    one_document_per_row = [[0]] * rows
     checks = [
-        ("packed rows", lambda q, k, v, g, beta: rule(q, k, v, g, beta, borders, real), segments, real),
-        ("plain rows", lambda q, k, v, g, beta: rule(q, k, v, g, beta, None, None), None, None),
+        _Check("packed rows", packed_rows, begins, segments, real),
+        _Check("plain rows", plain_rows, one_document_per_row, None, None),
     ]
     if exchanges:
-        checks.append(("pieces of rows", in_pieces, segments, real))
-    for name, function, of_row, is_real in checks:
+        checks.append(_Check("pieces of rows", rows_in_pieces, begins, segments, real))
+    inputs = [q, k, v, g, beta]
+    wide_inputs = [tensor.float() for tensor in inputs]
+    for check in checks:
         try:
-            results = with_gradients(function, parts, grad)
+            results = with_gradients(check.function, inputs, grad)
         except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise
         except _failures() as error:
             return does_not_run("flash-linear-attention", error)
-        wide = [part.float() for part in parts]
-        truth = with_gradients(partial(_exact, of_row, is_real), wide, grad.float())
-        cuts = begins if of_row is not None else [[0], [0]]
-        for result, expected in zip(results, truth, strict=True):
-            for row, begins_of_row in enumerate(cuts):
-                for begin, end in pairwise((*begins_of_row, length)):
-                    document = row, slice(begin, end)
-                    difference = float((result[document].float() - expected[document]).norm())
-                    # `not <=` is also true if the difference is NaN.
-                    if not difference <= _TOLERANCE * float(expected[document].norm() + expected.norm() / 100):
-                        return f"flash-linear-attention gives other numbers than torch here, in {name}"
+        exact = with_gradients(partial(_exact, check.segments, check.real), wide_inputs, grad.float())
+        for result, exact_result in zip(results, exact, strict=True):
+            if not _documents_agree(result, exact_result, check.begins):
+                return f"flash-linear-attention gives other numbers than torch here, in {check.name}"
     return None
+
+
+class _Check(NamedTuple):
+    """A comparison of the rule with `chunked`.
+
+    Attributes:
+        name: For the message.
+        function: Computes the rule from q, k, v, g and beta.
+        begins: For each row, the indices at which documents begin.
+        segments: The same for `chunked`, [R, L]. None: each row is one document.
+        real: [R, L] bool, False on padding. None: there is no padding.
+    """
+
+    name: str
+    function: Callable[..., Tensor]
+    begins: Sequence[Sequence[int]]
+    segments: Tensor | None
+    real: Tensor | None
+
+
+def _documents_agree(result: Tensor, exact: Tensor, begins: Sequence[Sequence[int]]) -> bool:
+    """Compare each document of rows [R, L, ..] with the exact result, relative to the norms of document and result."""
+    for row, begins_of_row in enumerate(begins):
+        for begin, end in pairwise((*begins_of_row, exact.shape[1])):
+            document = row, slice(begin, end)
+            error = float((result[document].float() - exact[document]).norm())
+            norm = float(exact[document].norm() + exact.norm() / 100)
+            # `not <=` is also true if the error is NaN.
+            if not error <= _TOLERANCE * norm:
+                return False
+    return True
+
+
+def begins_within(begins: Sequence[int], start: int, size: int) -> list[int]:
+    """Return the beginnings of documents within a piece of a row, relative to the start of the piece.
+
+    Example:
+        >>> begins_within([0, 3, 5], start=2, size=3)
+        [1]
+    """
+    return [begin - start for begin in begins if start <= begin < start + size]
+
+
+def _in_pieces(tensor: Tensor) -> Tensor:
+    """Divide rows [R, L, ..] into 4 pieces each, [4 · R, L / 4, ..]."""
+    return tensor.unflatten(1, (4, -1)).flatten(0, 1)
 
 
 def _failures() -> tuple[type[Exception], ...]:
@@ -314,7 +386,8 @@ class _Chain(Pieces):
     """Pieces of context parallel that are all in this process, [B · P, ..], the pieces of a row one after another."""
 
     def __init__(self, count: int):
-        self.count, self.mine = count, range(count)
+        self.count = count
+        self.local_pieces = range(count)
 
     def _gathered(self, x: Tensor) -> Tensor:
         return x.unflatten(0, (-1, self.count)).transpose(0, 1)

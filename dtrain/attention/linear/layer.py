@@ -23,12 +23,12 @@ from torch.autograd.function import once_differentiable
 
 from dtrain.attention.linear.chunks import EPS, chunked
 from dtrain.attention.linear.context import Pieces
-from dtrain.attention.linear.flash import Borders, FlashDelta
+from dtrain.attention.linear.flash import Borders, FlashDelta, begins_within
 from dtrain.attention.packing import Packing
 
-NOWHERE = -2  # the document of the tokens before a row, which no token belongs to
-BLOCK = 2**17  # elements of the convolution that are computed at a time on a CPU, to fit its cache
-MOST = 2**26  # the same on other devices
+NO_DOCUMENT = -2  # the document of the tokens before a row, which no token belongs to
+CACHE_ELEMENTS = 2**17  # elements of the convolution that are computed at a time on a CPU, to fit its cache
+MAX_ELEMENTS = 2**26  # the same on other devices
 
 
 @dataclass(frozen=True)
@@ -83,22 +83,26 @@ class LinearMask:
         if documents is None:
             return cls(width, pieces=pieces, flash=flash)
         if pieces is None:
-            before = documents[:, :1].expand(-1, width - 1)  # as if the first document had begun before the row
+            ids_before = documents[:, :1].expand(-1, width - 1)  # as if the first document had begun before the row
         else:
-            before = pieces.before(documents, width - 1, NOWHERE)
+            ids_before = pieces.before(documents, width - 1, NO_DOCUMENT)
             documents = pieces.split(documents)
-        extended = torch.cat([before, documents], 1)  # [R, W - 1 + L]
+        extended = torch.cat([ids_before, documents], 1)  # [R, W - 1 + L]
         real = documents >= 0
-        begins = real & (documents != extended[:, width - 2 : -1])
-        near = [extended[:, width - 1 - lag : extended.shape[1] - lag] == documents for lag in range(1, width)]
+        is_first = real & (documents != extended[:, width - 2 : -1])  # the first token of each document
+        near = []
+        for lag in range(1, width):
+            ids_at_lag = extended[:, width - 1 - lag : extended.shape[1] - lag]
+            near.append(ids_at_lag == documents)
         borders = None
         if flash is not None:
-            if packing:
-                begins_of_rows = _in_pieces(packing, pieces)
+            if packing is not None:
+                begins = _begins_in_pieces(packing, pieces)
             else:
-                begins_of_rows = [row.nonzero()[:, 0].tolist() for row in begins.cpu()]
-            borders = Borders.of(begins_of_rows, documents.shape[1], documents.device)
-        return cls(width, begins.cumsum(1), real, torch.stack(near)[..., None], pieces, flash, borders)
+                begins = [row.nonzero()[:, 0].tolist() for row in is_first.cpu()]
+            borders = Borders.of(begins, documents.shape[1], documents.device)
+        segments = is_first.cumsum(1)
+        return cls(width, segments, real, torch.stack(near)[..., None], pieces, flash, borders)
 
     @classmethod
     def of_lengths(cls, lengths: Tensor, count: int, width: int = 4) -> "LinearMask":
@@ -107,13 +111,16 @@ class LinearMask:
         return cls.of(documents, count, width)
 
 
-def _in_pieces(packing: Packing, pieces: Pieces | None) -> list[list[int]]:
+def _begins_in_pieces(packing: Packing, pieces: Pieces | None) -> list[list[int]]:
     """Return the indices at which documents begin in each of the R rows of a mask."""
     if pieces is None:
-        return [list(row) for row in packing.begins]
+        return [list(begins_of_row) for begins_of_row in packing.begins]
     size = pieces.tokens // 2
-    starts = [(row, piece * size) for row in packing.begins for piece in pieces.mine]
-    return [[at - start for at in row if start <= at < start + size] for row, start in starts]
+    begins = []
+    for begins_of_row in packing.begins:
+        for piece in pieces.local_pieces:
+            begins.append(begins_within(begins_of_row, piece * size, size))
+    return begins
 
 
 def causal_conv(x: Tensor, weight: Tensor, mask: LinearMask) -> Tensor:
@@ -149,16 +156,21 @@ def last_window(x: Tensor, mask: LinearMask) -> Tensor:
         [B, W - 1, C]. Zeros before the beginning of the document.
     """
     count = mask.width - 1
-    extended = torch.cat([x.new_zeros(len(x), count, x.shape[2]), x], 1)
+    extended = torch.cat([x.new_zeros(len(x), count, x.shape[2]), x], 1)  # token t is at index t + W - 1
     if mask.real is None or mask.near is None:
         return extended[:, -count:]
-    rows, positions = torch.arange(len(x), device=x.device)[:, None], torch.arange(x.shape[1], device=x.device)
-    last = (positions * mask.real).amax(1, keepdim=True)  # index of the last token that is not padding, [B, 1]
-    window = extended[rows, last + torch.arange(1, count + 1, device=x.device)]  # [B, W - 1, C]
-    same = [mask.near[lag, rows[:, 0], last[:, 0]] for lag in reversed(range(count - 1))]  # [B, 1] each
-    is_any = mask.real.any(1)[:, None]  # whether the row has a token that is not padding, [B, 1]
-    seen = torch.stack([*same, is_any], 1) & is_any[:, None]
-    return torch.where(seen, window, 0)
+    rows = torch.arange(len(x), device=x.device)
+    positions = torch.arange(x.shape[1], device=x.device)
+    last = (positions * mask.real).amax(1)  # index of the last token that is not padding, [B]
+    offsets = torch.arange(1, count + 1, device=x.device)
+    window = extended[rows[:, None], last[:, None] + offsets]  # [B, W - 1, C], the last entry is token `last`
+    has_token = mask.real.any(1)[:, None]  # False for rows of padding only, [B, 1]
+    is_in_document = []  # for each entry of the window, [B, 1]
+    for lag in reversed(range(1, count)):
+        is_in_document.append(mask.near[lag - 1, rows, last])
+    is_in_document.append(has_token)
+    is_valid = torch.stack(is_in_document, 1) & has_token[:, None]  # [B, W - 1, 1]
+    return torch.where(is_valid, window, 0)
 
 
 def gated_delta(
@@ -186,12 +198,14 @@ def gated_delta(
         return chunked(q, k, v, g, beta, mask.segments, mask.real)
     length = v.shape[1]
     if mask.pieces is not None:
-        q, k, v, g, beta = (mask.pieces.split(part) for part in (q, k, v, g, beta))
+        q, k, v, g, beta = (mask.pieces.split(tensor) for tensor in (q, k, v, g, beta))
     if mask.flash is not None:
         out = mask.flash(q, k, v, g, beta, mask.borders, mask.real, mask.pieces)
     else:
         out, _ = chunked(q, k, v, g, beta, mask.segments, mask.real, exchange=mask.pieces)
-    return out if mask.pieces is None else mask.pieces.join(out, length), None
+    if mask.pieces is not None:
+        out = mask.pieces.join(out, length)
+    return out, None
 
 
 def conv_step(x: Tensor, weight: Tensor, window: Tensor) -> tuple[Tensor, Tensor]:
@@ -207,8 +221,8 @@ def conv_step(x: Tensor, weight: Tensor, window: Tensor) -> tuple[Tensor, Tensor
     """
     inputs = torch.cat([window.to(x.dtype), x], 1)
     wide = torch.promote_types(x.dtype, torch.float32)
-    sums = _summed(inputs.to(wide), weight.to(wide), None)
-    return F.silu(sums).to(x.dtype), inputs[:, x.shape[1] :]
+    convolved = _convolve(inputs.to(wide), weight.to(wide), None)
+    return F.silu(convolved).to(x.dtype), inputs[:, x.shape[1] :]
 
 
 def delta_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -227,18 +241,27 @@ def delta_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: 
     """
     if q.shape[1] > 1:
         return chunked(q, k, v, g, beta, state=state)
-    wide, dtype = torch.promote_types(v.dtype, torch.float32), v.dtype
-    q, k, v, g, beta = (part[:, 0].to(wide) for part in (q, k, v, g, beta))
+    dtype = v.dtype
+    wide = torch.promote_types(dtype, torch.float32)
+    q, k, v, g, beta = (tensor[:, 0].to(wide) for tensor in (q, k, v, g, beta))
     repeats = v.shape[1] // k.shape[1]
-    q, k = (part * (torch.linalg.vecdot(part, part) + EPS).rsqrt()[..., None] for part in (q, k))
-    q, k = ((part.repeat_interleave(repeats, 1) if repeats > 1 else part)[..., None, :] for part in (q, k))
+    q, k = _key_for_value_heads(q, repeats), _key_for_value_heads(k, repeats)  # [B, Hv, 1, K]
     state = state * g.exp()[..., None, None]
     new = (v[..., None, :] - k @ state) * beta[..., None, None]  # [B, Hv, 1, V]
     state = torch.addcmul(state, k.mT, new)
-    return ((q * q.shape[-1] ** -0.5) @ state).transpose(1, 2).to(dtype), state
+    out = (q * q.shape[-1] ** -0.5) @ state  # [B, Hv, 1, V]
+    return out.transpose(1, 2).to(dtype), state
 
 
-def _summed(x: Tensor, weight: Tensor, near: Tensor | None) -> Tensor:
+def _key_for_value_heads(key: Tensor, repeats: int) -> Tensor:
+    """Normalise the queries or keys of one token, [B, Hk, K], and repeat them for the value heads, [B, Hv, 1, K]."""
+    normed = key * (torch.linalg.vecdot(key, key) + EPS).rsqrt()[..., None]
+    if repeats > 1:
+        normed = normed.repeat_interleave(repeats, 1)
+    return normed[..., None, :]
+
+
+def _convolve(x: Tensor, weight: Tensor, near: Tensor | None) -> Tensor:
     """Compute the convolution of n tokens, [R, n, C].
 
     Args:
@@ -246,16 +269,16 @@ def _summed(x: Tensor, weight: Tensor, near: Tensor | None) -> Tensor:
         weight: [C, W].
         near: Whether the token 1, 2, ... before is in the same document, [W - 1, R, n, 1]. None: it always is.
     """
-    width = weight.shape[1]
-    count = x.shape[1] - width + 1
-    sums = x[:, width - 1 :] * weight[:, width - 1]
-    for lag in range(1, width):
-        part = x[:, width - 1 - lag : width - 1 - lag + count]
+    before = weight.shape[1] - 1
+    count = x.shape[1] - before
+    total = x[:, before:] * weight[:, before]
+    for lag in range(1, before + 1):
+        inputs = x[:, before - lag : before - lag + count]  # the tokens `lag` before
         if near is None:
-            sums.addcmul_(part, weight[:, width - 1 - lag])
+            total.addcmul_(inputs, weight[:, before - lag])
         else:
-            sums.add_((part * weight[:, width - 1 - lag]).masked_fill_(~near[lag - 1], 0))
-    return sums
+            total.add_((inputs * weight[:, before - lag]).masked_fill_(~near[lag - 1], 0))
+    return total
 
 
 class _Convolution(torch.autograd.Function):
@@ -278,29 +301,34 @@ class _Convolution(torch.autograd.Function):
         wide = torch.promote_types(x.dtype, torch.float32)
         weight = weight.to(wide)
         for start, stop in _blocks(x):
-            part = _from(x, window, start, stop, weight.shape[1], wide)
-            sums = _summed(part, weight, None if near is None else near[:, :, start:stop])
-            out[:, start:stop] = F.silu(sums, inplace=True)
+            inputs = _inputs_of(x, window, start, stop, weight.shape[1], wide)
+            convolved = _convolve(inputs, weight, None if near is None else near[:, :, start:stop])
+            out[:, start:stop] = F.silu(convolved, inplace=True)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
         x, window, weight, near = ctx.saved_tensors
-        wide, width, before = torch.promote_types(x.dtype, torch.float32), weight.shape[1], weight.shape[1] - 1
-        x_grad = torch.zeros(len(x), before + x.shape[1], x.shape[2], dtype=wide, device=x.device)  # of window and x
-        factors = weight.to(wide)
-        weight_grad = torch.zeros_like(factors)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        width = weight.shape[1]
+        before = width - 1
+        wide_weight = weight.to(wide)
+        # Gradient of the window and of x, one after the other.
+        x_grad = torch.zeros(len(x), before + x.shape[1], x.shape[2], dtype=wide, device=x.device)
+        weight_grad = torch.zeros_like(wide_weight)
         for start, stop in _blocks(x):
-            part = _from(x, window, start, stop, width, wide)
-            seen = None if near is None else near[:, :, start:stop]
-            sums = _summed(part, factors, seen)
-            sums_grad = torch.ops.aten.silu_backward(grad[:, start:stop].to(wide), sums)
+            inputs = _inputs_of(x, window, start, stop, width, wide)
+            near_block = None if near is None else near[:, :, start:stop]
+            convolved = _convolve(inputs, wide_weight, near_block)
+            convolved_grad = torch.ops.aten.silu_backward(grad[:, start:stop].to(wide), convolved)
             for lag in range(width):
-                masked_grad = sums_grad if lag == 0 or seen is None else sums_grad.masked_fill(~seen[lag - 1], 0)
-                inputs = slice(before - lag, before - lag + stop - start)  # the tokens `lag` before
-                x_grad[:, start:][:, inputs].addcmul_(masked_grad, factors[:, before - lag])
-                weight_grad[:, before - lag] += (masked_grad * part[:, inputs]).sum((0, 1))
+                masked_grad = convolved_grad
+                if lag > 0 and near_block is not None:
+                    masked_grad = convolved_grad.masked_fill(~near_block[lag - 1], 0)
+                tokens = slice(before - lag, before - lag + stop - start)  # the tokens `lag` before
+                x_grad[:, start:][:, tokens].addcmul_(masked_grad, wide_weight[:, before - lag])
+                weight_grad[:, before - lag] += (masked_grad * inputs[:, tokens]).sum((0, 1))
         window_grad = None if window is None else x_grad[:, :before].to(window.dtype)
         return x_grad[:, before:].to(x.dtype), window_grad, weight_grad.to(weight.dtype), None
 
@@ -308,13 +336,16 @@ class _Convolution(torch.autograd.Function):
 def _blocks(x: Tensor) -> list[tuple[int, int]]:
     """Return the first token and the end of each block of tokens that is computed at a time."""
     length = x.shape[1]
-    size = max(64, (BLOCK if x.device.type == "cpu" else MOST) // max(1, x.shape[0] * x.shape[2]))
+    max_elements = CACHE_ELEMENTS if x.device.type == "cpu" else MAX_ELEMENTS
+    elements_per_token = max(1, x.shape[0] * x.shape[2])
+    size = max(64, max_elements // elements_per_token)
     return [(start, min(start + size, length)) for start in range(0, length, size)]
 
 
-def _from(x: Tensor, window: Tensor | None, start: int, stop: int, width: int, dtype: torch.dtype) -> Tensor:
+def _inputs_of(x: Tensor, window: Tensor | None, start: int, stop: int, width: int, dtype: torch.dtype) -> Tensor:
     """Return the inputs of tokens `start` to `stop`, from W - 1 tokens before, [R, W - 1 + n, C]."""
-    if start >= width - 1:
-        return x[:, start - width + 1 : stop].to(dtype)
+    first = start - (width - 1)
+    if first >= 0:
+        return x[:, first:stop].to(dtype)
     before = x.new_zeros(len(x), width - 1, x.shape[2]) if window is None else window
     return torch.cat([before.to(dtype), x[:, :stop].to(dtype)], 1)[:, start:]
