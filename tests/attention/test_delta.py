@@ -67,8 +67,8 @@ def test_heads_and_tokens_some_at_a_time_give_the_same(monkeypatch, flash):
     leaves = inputs(*documents.shape, SHARED)
     up = torch.randn(*documents.shape, SHARED.value_heads, SHARED.value, dtype=torch.float64)
     together = differentiated(lambda some: computed(some, documents, SHARED, flash), leaves, up)
-    monkeypatch.setattr(delta_chunks, "GROUP", 1)
-    monkeypatch.setattr(delta, "BLOCK", 1)  # 64 tokens, the fewest
+    monkeypatch.setattr(delta_chunks, "CACHE_ELEMENTS", 1)
+    monkeypatch.setattr(delta, "CACHE_ELEMENTS", 1)  # 64 tokens, the fewest
     apart = differentiated(lambda some: computed(some, documents, SHARED, flash), leaves, up)
     for one, other in zip([together[0], *together[1]], [apart[0], *apart[1]], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-13, atol=1e-13)

@@ -113,8 +113,8 @@ def test_what_is_computed_again_after_the_exchange_is_the_same(monkeypatch):
     leaves = inputs(*documents.shape, SIZES)
     up = torch.randn(*documents.shape, SIZES.value_heads, SIZES.value, dtype=torch.float64)
     held = _on_ranks(2, documents, leaves, up)
-    monkeypatch.setattr(delta_chunks, "MOST", 1)
-    monkeypatch.setattr(delta_chunks, "GROUP", 1)
+    monkeypatch.setattr(delta_chunks, "MAX_ELEMENTS", 1)
+    monkeypatch.setattr(delta_chunks, "CACHE_ELEMENTS", 1)
     for one, other in zip(held, _on_ranks(2, documents, leaves, up), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-13, atol=1e-13)
 

@@ -61,28 +61,57 @@ def advantages(
         GRPO: Shao et al., arXiv:2402.03300. RLOO: Ahmadian et al., arXiv:2402.14740. REINFORCE++: arXiv:2501.03262.
         Scale by the batch: arXiv:2508.08221. Dr. GRPO: Liu et al., arXiv:2503.20783.
     """
-    for key, word, known in (("baseline", baseline, get_args(Baseline)), ("scale", scale, get_args(Scale))):
-        if word not in known:
-            raise ValueError(f"{key}={word!r} must be one of {', '.join(known)}")
-    values, ids, by_group = _grouped(rewards, groups)
-    batch = _KnownRewards(values)
+    _check_choice("baseline", baseline, get_args(Baseline))
+    _check_choice("scale", scale, get_args(Scale))
+    if eps is None:
+        eps = 1e-6 if scale == "leave_one_out" else 1e-4
+    values, ids, statistics_of_groups = _grouped(rewards, groups)
+    batch = _RewardStatistics(values)
+    results = []
+    for value, group in zip(values, ids, strict=True):
+        results.append(_advantage(value, statistics_of_groups[group], batch, baseline, scale, eps))
+    return _like(rewards, results)
 
-    def advantage_of(value: float, group: _KnownRewards) -> float:
-        """Return the advantage of a reward in its group."""
-        centre = {"group": group, "leave_one_out": group, "batch": batch, "none": None}[baseline]
-        spread = {"group": group, "leave_one_out": None, "batch": batch, "none": None}[scale]
-        if math.isnan(value) or any(known is not None and known.is_constant for known in (centre, spread)):
-            return 0.0
-        gap = value if centre is None else value - centre.mean
-        if baseline == "leave_one_out":
-            # value - (sum - value) / (n - 1) = (value - sum / n) · n / (n - 1)
-            gap *= group.count / (group.count - 1)
-        if scale == "leave_one_out":
-            deviation = group.deviation_without(value)
-            return gap / (deviation + (1e-6 if eps is None else eps)) if deviation else gap
-        return gap if spread is None else gap / (spread.deviation + (1e-4 if eps is None else eps))
 
-    return _like(rewards, [advantage_of(value, by_group[group]) for value, group in zip(values, ids, strict=True)])
+def _check_choice(key: str, value: str, choices: Sequence[str]) -> None:
+    """Raise ValueError if a value is not one of the choices."""
+    if value not in choices:
+        raise ValueError(f"{key}={value!r} must be one of {', '.join(choices)}")
+
+
+def _advantage(
+    reward: float,
+    group: "_RewardStatistics",
+    batch: "_RewardStatistics",
+    baseline: Baseline,
+    scale: Scale,
+    eps: float,
+) -> float:
+    """Return the advantage of a reward, given the statistics of its group and of the batch."""
+    if math.isnan(reward):
+        return 0.0
+    # If the rewards are equal, rounding must not make the advantage anything but 0.
+    reads_group = baseline in ("group", "leave_one_out") or scale == "group"
+    reads_batch = "batch" in (baseline, scale)
+    if (reads_group and group.is_constant) or (reads_batch and batch.is_constant):
+        return 0.0
+
+    difference = reward
+    if baseline == "batch":
+        difference = reward - batch.mean
+    elif baseline == "group":
+        difference = reward - group.mean
+    elif baseline == "leave_one_out":
+        # reward - (sum - reward) / (n - 1) = (reward - sum / n) · n / (n - 1)
+        difference = (reward - group.mean) * (group.count / (group.count - 1))
+
+    if scale == "none":
+        return difference
+    if scale == "leave_one_out":
+        deviation = group.deviation_without(reward)
+        return difference / (deviation + eps) if deviation else difference
+    deviation = batch.deviation if scale == "batch" else group.deviation
+    return difference / (deviation + eps)
 
 
 def decoupled_advantages(rewards: Tensor, weights: Sequence[float], groups: Groups, *, eps: float = 1e-4) -> Tensor:
@@ -109,17 +138,20 @@ def decoupled_advantages(rewards: Tensor, weights: Sequence[float], groups: Grou
     """
     if rewards.dim() != 2 or len(weights) != rewards.shape[0]:
         raise ValueError(f"rewards {tuple(rewards.shape)} and {len(weights)} weights do not fit: pass [K, N] and K")
-    normalised = [advantages(reward.double(), groups, eps=eps).tolist() for reward in rewards]  # K lists of N
-    known = [[not math.isnan(value) for value in _values(reward)] for reward in rewards]
-    sums = []
+    normalised, is_known = [], []  # K lists of N
+    for rewards_of_one in rewards:
+        normalised.append(advantages(rewards_of_one.double(), groups, eps=eps).tolist())
+        is_known.append([not math.isnan(value) for value in _values(rewards_of_one)])
+    totals = []
     for completion in range(rewards.shape[1]):
         terms = []
-        for weight, values, is_known in zip(weights, normalised, known, strict=True):
-            if is_known[completion]:
-                terms.append(weight * values[completion])
-        sums.append(math.fsum(terms) if terms else math.nan)
-    total = torch.tensor(sums, dtype=torch.float64)
-    return _like(rewards, advantages(total, groups, baseline="batch", scale="batch", eps=eps).tolist())
+        for k, weight in enumerate(weights):
+            if is_known[k][completion]:
+                terms.append(weight * normalised[k][completion])
+        totals.append(math.fsum(terms) if terms else math.nan)
+    total = torch.tensor(totals, dtype=torch.float64)
+    result = advantages(total, groups, baseline="batch", scale="batch", eps=eps)
+    return _like(rewards, result.tolist())
 
 
 def zero_variance_groups(rewards: Tensor, groups: Groups) -> Tensor:
@@ -134,8 +166,8 @@ def zero_variance_groups(rewards: Tensor, groups: Groups) -> Tensor:
     Reference:
         DAPO: Yu et al., arXiv:2503.14476, section 3.2.
     """
-    _, ids, by_group = _grouped(rewards, groups)
-    return torch.tensor([by_group[group].is_constant for group in ids], dtype=torch.bool)
+    _, ids, statistics_of_groups = _grouped(rewards, groups)
+    return torch.tensor([statistics_of_groups[group].is_constant for group in ids], dtype=torch.bool)
 
 
 def soft_overlong_penalty(lengths: Tensor, max_length: int, cache: int) -> Tensor:
@@ -173,7 +205,7 @@ def without_truncated(mask: Tensor, truncated: Tensor) -> Tensor:
     return mask.bool() & ~truncated.bool()[:, None]
 
 
-class _KnownRewards:
+class _RewardStatistics:
     """Statistics of the rewards of a group that are not NaN.
 
     Attributes:
@@ -184,32 +216,36 @@ class _KnownRewards:
     """
 
     def __init__(self, values: Iterable[float]):
-        known = [value for value in values if not math.isnan(value)]
-        self.count = len(known)
-        self.is_constant = len(set(known)) < 2
-        self.mean = math.fsum(known) / len(known) if known else 0.0
-        spread = math.fsum((value - self.mean) ** 2 for value in known)
-        self.deviation = 0.0 if self.is_constant else math.sqrt(spread / (len(known) - 1))
-        self._known = known
-        self._without: dict[float, float] = {}
+        self._rewards = [value for value in values if not math.isnan(value)]
+        self.count = len(self._rewards)
+        self.is_constant = len(set(self._rewards)) < 2
+        self.mean = 0.0
+        if self._rewards:
+            self.mean = math.fsum(self._rewards) / self.count
+        self.deviation = 0.0
+        if not self.is_constant:
+            squares = math.fsum((value - self.mean) ** 2 for value in self._rewards)
+            self.deviation = math.sqrt(squares / (self.count - 1))
+        self._deviations_without: dict[float, float] = {}  # by the reward that is left out
 
     def deviation_without(self, value: float) -> float:
         """Return the standard deviation of the other rewards, without one that is `value`. 0 if they are all equal."""
-        if value not in self._without:
-            others = list(self._known)
-            others.remove(value)
-            self._without[value] = _KnownRewards(others).deviation
-        return self._without[value]
+        if value not in self._deviations_without:
+            remaining = list(self._rewards)
+            remaining.remove(value)
+            self._deviations_without[value] = _RewardStatistics(remaining).deviation
+        return self._deviations_without[value]
 
 
-def _grouped(rewards: Tensor, groups: Groups) -> tuple[list[float], list[int], dict[int, _KnownRewards]]:
+def _grouped(rewards: Tensor, groups: Groups) -> tuple[list[float], list[int], dict[int, _RewardStatistics]]:
     """Return the reward of each completion, the group of each completion, and the statistics of each group."""
     values = _values(rewards)
     ids = _ids(groups, len(values))
-    members: dict[int, list[float]] = {}
+    rewards_of_groups: dict[int, list[float]] = {}
     for value, group in zip(values, ids, strict=True):
-        members.setdefault(group, []).append(value)
-    return values, ids, {group: _KnownRewards(rewards_of_group) for group, rewards_of_group in members.items()}
+        rewards_of_groups.setdefault(group, []).append(value)
+    statistics = {group: _RewardStatistics(group_rewards) for group, group_rewards in rewards_of_groups.items()}
+    return values, ids, statistics
 
 
 def _values(rewards: Tensor) -> list[float]:

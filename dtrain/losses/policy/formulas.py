@@ -77,10 +77,11 @@ class Documents:
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum values of tokens over each document and all cp ranks, [..., n, S] to [..., count]."""
-        sums = sum_by_document(values, self._ids, self._count)
+        local_totals = sum_by_document(values, self._ids, self._count)
         if self._group is None:
-            return sums
-        return all_reduce_in_backward(all_reduce_in_forward(sums, self._group), self._group)
+            return local_totals
+        totals = all_reduce_in_forward(local_totals, self._group)
+        return all_reduce_in_backward(totals, self._group)
 
     def to_tokens(self, values: Tensor) -> Tensor:
         """Repeat the value of each document at its local tokens, [..., count] to [..., n, S]. 0 on padding."""
@@ -184,7 +185,9 @@ def clipped(tokens: Tokens, *, delta: float | None, dual_clip: float | None) -> 
     loss = -torch.min(bounded * advantages, ratio.clamp(low, high) * advantages)
     if dual_clip is not None:
         loss = torch.where(advantages < 0, torch.min(loss, -dual_clip * advantages), loss)
-    return Surrogate(loss, (ratio < low) & (advantages < 0), (ratio > high) & (advantages > 0))
+    too_low = (ratio < low) & (advantages < 0)
+    too_high = (ratio > high) & (advantages > 0)
+    return Surrogate(loss, too_low, too_high)
 
 
 def cispo(tokens: Tokens, *, cispo_lower_clip: bool) -> Surrogate:
@@ -292,9 +295,11 @@ def dppo_kl(tokens: Tokens, *, dppo_ratio_cap: float) -> Surrogate:
         DPPO with binary KL: Qi et al., arXiv:2602.04879.
     """
     old, now = tokens.old_logps.exp(), tokens.logps.detach().exp()
-    other_old, other = 1 - old, (1 - now).clamp(min=torch.finfo(now.dtype).tiny)
-    divergence = -old * tokens.log_ratio.detach() + torch.xlogy(other_old, other_old / other)
-    return _trust_region(tokens, torch.where(now < old, -divergence, divergence), dppo_ratio_cap)
+    other_old = 1 - old  # the probability of another token
+    other_now = (1 - now).clamp(min=torch.finfo(now.dtype).tiny)
+    divergence = -old * tokens.log_ratio.detach() + torch.xlogy(other_old, other_old / other_now)
+    change = torch.where(now < old, -divergence, divergence)
+    return _trust_region(tokens, change, dppo_ratio_cap)
 
 
 def gmpo(tokens: Tokens) -> Surrogate:
@@ -310,7 +315,8 @@ def gmpo(tokens: Tokens) -> Surrogate:
     log_ratio, advantages = tokens.log_ratio, tokens.advantages
     bounded = torch.where(advantages > 0, log_ratio.clamp(max=high), log_ratio.clamp(min=-low))
     mean = mean_by_sequence(bounded, tokens.sequences)
-    too_low, too_high = (log_ratio < -low) & (advantages < 0), (log_ratio > high) & (advantages > 0)
+    too_low = (log_ratio < -low) & (advantages < 0)
+    too_high = (log_ratio > high) & (advantages > 0)
     return Surrogate(-bounded_exp(mean) * advantages, too_low, too_high)
 
 
@@ -490,16 +496,18 @@ def correction(
     if by_sequence:
         log_weights = sequences.to_tokens(sequences.sum(log_weights))
     weights = bounded_exp(log_weights)
-    bounded_weights = weights
+    compared_weights = weights  # with the bounds
     if mode == "seq_mask_tis":
-        bounded_weights = bounded_exp(mean_by_sequence(log_weights, sequences))
+        compared_weights = bounded_exp(mean_by_sequence(log_weights, sequences))
     outside = torch.zeros_like(weights, dtype=torch.bool)
     if smallest is not None:
-        outside |= bounded_weights < smallest
+        outside |= compared_weights < smallest
     if largest is not None:
-        outside |= bounded_weights > largest
+        outside |= compared_weights > largest
     if mode.endswith("truncate"):
-        weights = weights.clamp(smallest or 0.0, math.inf if largest is None else largest)
+        lower_bound = 0.0 if smallest is None else smallest
+        upper_bound = math.inf if largest is None else largest
+        weights = weights.clamp(lower_bound, upper_bound)
     else:
         weights = weights.masked_fill(outside, 0.0)
     return Correction(weights, by_sequence, outside)

@@ -9,10 +9,10 @@ three completions of 2, 4 and 6 tokens, whose losses per token are 1, 2 and 3, i
     normalisation "sequences"    (1 + 2) / 3          + 3 / 3        = 1 + 1         = 2
 
 The steps are `_tokens` (inputs in one dtype, ratios, weights of the sampler's correction), a function of `formulas`
-(the surrogate), and `_loss_of_tokens` (masks, weights and the KL term). `_metric_sums` computes the metrics.
+(the surrogate), and `_loss_of_tokens` (masks, weights and the KL term). `_metric_totals` computes the metrics.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -25,6 +25,7 @@ from dtrain.losses.policy import formulas
 from dtrain.losses.policy.formulas import (
     RowSequences,
     Sequences,
+    Surrogate,
     Tokens,
     bounded_exp,
     correction,
@@ -136,7 +137,7 @@ off_policy_frac  share of tokens in sequences that off_policy_mask_threshold mas
 """
 
 
-def means(sums: Mapping[str, Any]) -> dict[str, Any]:
+def means(totals: Mapping[str, Any]) -> dict[str, Any]:
     """Return the metrics of `MEANS`, given the sums and counts of a global batch (tensors or floats).
 
     The mean over zero tokens is 0.
@@ -145,7 +146,11 @@ def means(sums: Mapping[str, Any]) -> dict[str, Any]:
         >>> means({"kl": 3.0, "kl_tokens": 6.0})
         {'kl': 0.5}
     """
-    return {name: sums[name] / _or_one(sums[count]) for name, count in MEANS.items() if name in sums}
+    metrics = {}
+    for name, count_name in MEANS.items():
+        if name in totals:
+            metrics[name] = totals[name] / _or_one(totals[count_name])
+    return metrics
 
 
 def policy_terms(
@@ -199,17 +204,25 @@ def policy_terms(
         Those of `sequences`, the same number on every rank.
     """
     tokens = _tokens(spec, logps, old_logps, advantages, mask.bool(), sequences, ref_logps, sampling_logps, entropies)
-    own = {name: spec.options[name] for name in spec.loss.options}
-    surrogate = getattr(formulas, spec.loss.function)(tokens, **own)
-    loss, kept, is_near = _loss_of_tokens(spec, tokens, surrogate.loss, entropy_threshold)
+    options_of_loss = {name: spec.options[name] for name in spec.loss.options}
+    surrogate = _formula_of(spec.loss)(tokens, **options_of_loss)
+    tokens_of_loss = _loss_of_tokens(spec, tokens, surrogate.loss, entropy_threshold)
+    loss = tokens_of_loss.loss
     if spec.loss.normalisation == "sequences":
         loss = loss / sequences.to_tokens(sequences.lengths.clamp(min=1))
     total = torch.where(tokens.mask, loss, 0.0).sum() / spec.divisor(counts)
     if spec.options["entropy_coef"]:
         num_tokens = counts.tokens if counts.high_entropy_tokens is None else counts.high_entropy_tokens
-        bonus = torch.where(kept, _required(tokens.entropies, _NEEDS_ENTROPIES), 0.0).sum() / _or_one(num_tokens)
-        total = total - spec.options["entropy_coef"] * bonus
-    return total, _metric_sums(tokens, surrogate[1:], is_near)
+        entropies = _required(tokens.entropies, _NEEDS_ENTROPIES)
+        mean_entropy = torch.where(tokens_of_loss.has_high_entropy, entropies, 0.0).sum() / _or_one(num_tokens)
+        total = total - spec.options["entropy_coef"] * mean_entropy
+    return total, _metric_totals(tokens, surrogate, tokens_of_loss.is_on_policy)
+
+
+def _formula_of(loss: PolicyLoss) -> Callable[..., Surrogate]:
+    """Return the function of a loss. The table has only its name, because the table imports no torch."""
+    formula: Callable[..., Surrogate] = getattr(formulas, loss.function)
+    return formula
 
 
 def _tokens(
@@ -229,24 +242,37 @@ def _tokens(
         """Return values [n, S] in the compute dtype, with 0 where the mask [n, S] is False."""
         return torch.where(mask, values.to(dtype), 0.0)
 
-    options, dtype = spec.options, torch.promote_types(logps.dtype, torch.float32)
+    options = spec.options
+    dtype = torch.promote_types(logps.dtype, torch.float32)
     old_logps = logps if old_logps is None else old_logps
     possible = is_known(old_logps, is_known(logps, mask))
-    has_reference, is_sampled = is_known(ref_logps, possible), is_known(sampling_logps, possible)
+    logps = masked(logps, possible)
+    old_logps = masked(old_logps.detach(), possible)
+    log_ratio = logps - old_logps
+    level = options["importance_sampling_level"] or spec.loss.level
+
+    has_reference = is_known(ref_logps, possible)
     reference = None if ref_logps is None else masked(ref_logps.detach(), has_reference)
-    logps, old_logps = masked(logps, possible), masked(old_logps.detach(), possible)
+
+    is_sampled = is_known(sampling_logps, possible)
     sampler = weights = None
     if sampling_logps is not None:
         is_sampled = is_sampled & ~sampling_logps.isnan()
         sampler = masked(sampling_logps.detach(), is_sampled)
-        bounds = options["sampling_clip_min"], options["sampling_clip_max"]
-        weights = correction(old_logps, sampler, is_sampled, sequences, options["sampling_correction"], *bounds)
-    log_ratio = logps - old_logps
+        weights = correction(
+            old_logps,
+            sampler,
+            is_sampled,
+            sequences,
+            options["sampling_correction"],
+            options["sampling_clip_min"],
+            options["sampling_clip_max"],
+        )
     return Tokens(
         logps=logps,
         old_logps=old_logps,
         log_ratio=log_ratio,
-        ratio=_ratio(options["importance_sampling_level"] or spec.loss.level, logps, log_ratio, possible, sequences),
+        ratio=_ratio(level, logps, log_ratio, possible, sequences),
         advantages=masked(advantages.detach(), mask),
         mask=mask,
         possible=possible,
@@ -261,29 +287,47 @@ def _tokens(
     )
 
 
+class _LossOfTokens(NamedTuple):
+    """The loss of each token, and the tokens that two options select.
+
+    Attributes:
+        loss: [n, S].
+        has_high_entropy: The trained tokens that `top_entropy_quantile` selects, [n, S] bool.
+        is_on_policy: The tokens that `off_policy_mask_threshold` leaves, [n, S] bool. None if that option is off.
+    """
+
+    loss: Tensor
+    has_high_entropy: Tensor
+    is_on_policy: Tensor | None
+
+
 def _loss_of_tokens(
     spec: PolicySpec, tokens: Tokens, loss: Tensor, entropy_threshold: Tensor | float | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Apply the masks and weights of `spec` to a surrogate's loss [n, S], and add the KL terms.
-
-    Returns:
-        The loss [n, S]; the tokens that `top_entropy_quantile` keeps, [n, S]; and the tokens that
-        `off_policy_mask_threshold` keeps, [n, S], or None if that option is off.
-    """
-    options, kept, is_near = spec.options, tokens.mask, None
+) -> _LossOfTokens:
+    """Apply the masks and weights of `spec` to a surrogate's loss [n, S], and add the KL terms."""
+    options = spec.options
+    is_on_policy = None
     if options["off_policy_mask_threshold"] is not None:
+        # Without the sampler's log-probabilities, π_old is the policy that the tokens were sampled from.
         sampling_logps, known = tokens.old_logps, tokens.possible
         if tokens.sampler is not None:
             sampling_logps, known = tokens.sampler, tokens.is_sampled
-        threshold = options["off_policy_mask_threshold"]
-        is_near = off_policy_mask(tokens.logps, sampling_logps, tokens.advantages, known, tokens.sequences, threshold)
-        loss = torch.where(is_near, loss, 0.0)
+        is_on_policy = off_policy_mask(
+            tokens.logps,
+            sampling_logps,
+            tokens.advantages,
+            known,
+            tokens.sequences,
+            options["off_policy_mask_threshold"],
+        )
+        loss = torch.where(is_on_policy, loss, 0.0)
+    has_high_entropy = tokens.mask
     if options["top_entropy_quantile"] < 1:
         entropies = _required(tokens.entropies, _NEEDS_ENTROPIES)
         if entropy_threshold is None:
             raise ValueError("top_entropy_quantile needs entropy_threshold: top_entropy_threshold of the global batch")
-        kept = tokens.mask & (entropies >= entropy_threshold)
-        loss = torch.where(kept, loss, 0.0)
+        has_high_entropy = tokens.mask & (entropies >= entropy_threshold)
+        loss = torch.where(has_high_entropy, loss, 0.0)
     if tokens.correction is not None and not spec.loss.corrects_itself:
         loss = loss * tokens.correction.weights
     if spec.beta:
@@ -292,36 +336,39 @@ def _loss_of_tokens(
         loss = loss + spec.beta * torch.where(tokens.has_reference, kl, 0.0)
     if options["old_kl_coef"]:
         loss = loss + options["old_kl_coef"] * tokens.log_ratio.square()
-    return loss, kept, is_near
+    return _LossOfTokens(loss, has_high_entropy, is_on_policy)
 
 
 @torch.no_grad()
-def _metric_sums(tokens: Tokens, clipped: Sequence[Tensor | None], is_near: Tensor | None) -> dict[str, Tensor]:
+def _metric_totals(tokens: Tokens, surrogate: Surrogate, is_on_policy: Tensor | None) -> dict[str, Tensor]:
     """Return the sums and counts of `MEANS`.
 
     Args:
         tokens: Inputs of the loss.
-        clipped: The tokens at the lower and at the upper bound of the clip, [n, S] each or None.
-        is_near: The tokens that `off_policy_mask_threshold` keeps, [n, S]. None if that option is off.
+        surrogate: The loss. Only the tokens that the clip bounds are read.
+        is_on_policy: The tokens that `off_policy_mask_threshold` leaves, [n, S]. None if that option is off.
     """
     zeros = torch.zeros_like(tokens.ratio)
-    low, high = (zeros if part is None else part.to(zeros) for part in clipped)
-    old_logps, logps, weights = tokens.old_logps, tokens.logps, tokens.correction
-    sums = _sums(tokens.possible, "known_tokens", ratio=tokens.ratio, approx_kl=k3_of(old_logps, logps))
-    sums |= _sums(tokens.mask, "tokens", clip_low=low, clip_high=high)
+    clip_low = zeros if surrogate.clipped_low is None else surrogate.clipped_low.to(zeros)
+    clip_high = zeros if surrogate.clipped_high is None else surrogate.clipped_high.to(zeros)
+    old_logps, logps = tokens.old_logps, tokens.logps
+    totals = _totals(tokens.possible, "known_tokens", ratio=tokens.ratio, approx_kl=k3_of(old_logps, logps))
+    totals |= _totals(tokens.mask, "tokens", clip_low=clip_low, clip_high=clip_high)
     if tokens.reference is not None:
-        sums |= _sums(tokens.has_reference, "kl_tokens", kl=k3_of(logps, tokens.reference))
+        totals |= _totals(tokens.has_reference, "kl_tokens", kl=k3_of(logps, tokens.reference))
     if tokens.entropies is not None:
-        sums |= _sums(tokens.possible, "entropy_tokens", entropy=tokens.entropies)
+        totals |= _totals(tokens.possible, "entropy_tokens", entropy=tokens.entropies)
     if tokens.sampler is not None:
-        gap, drift = (tokens.sampler - old_logps).abs(), k3_of(tokens.sampler, old_logps)
-        sums |= _sums(tokens.is_sampled, "sampled_tokens", mismatch_abs=gap, mismatch_kl=drift)
-    if weights is not None:
-        outside = weights.outside.to(logps.dtype)
-        sums |= _sums(tokens.mask, "corrected_tokens", correction=weights.weights, oob_frac=outside)
-    if is_near is not None:
-        sums |= _sums(tokens.mask, "tokens", off_policy_frac=(~is_near).to(logps.dtype))
-    return sums
+        mismatch_abs = (tokens.sampler - old_logps).abs()
+        mismatch_kl = k3_of(tokens.sampler, old_logps)
+        totals |= _totals(tokens.is_sampled, "sampled_tokens", mismatch_abs=mismatch_abs, mismatch_kl=mismatch_kl)
+    if tokens.correction is not None:
+        weights = tokens.correction.weights
+        is_outside = tokens.correction.outside.to(logps.dtype)
+        totals |= _totals(tokens.mask, "corrected_tokens", correction=weights, oob_frac=is_outside)
+    if is_on_policy is not None:
+        totals |= _totals(tokens.mask, "tokens", off_policy_frac=(~is_on_policy).to(logps.dtype))
+    return totals
 
 
 def top_entropy_threshold(entropies: Tensor, quantile: float) -> tuple[Tensor, Tensor]:
@@ -359,13 +406,19 @@ def _ratio(level: str, logps: Tensor, log_ratio: Tensor, possible: Tensor, seque
     if level == "token":
         return torch.where(possible, bounded_exp(log_ratio), 0.0)
     mean = mean_by_sequence(log_ratio, sequences)
-    return bounded_exp(mean if level == "sequence" else mean.detach() + logps - logps.detach())
+    if level == "sequence_token":
+        mean = mean.detach() + logps - logps.detach()  # the same value
+    return bounded_exp(mean)
 
 
-def _sums(mask: Tensor, count_name: str, **values: Tensor) -> dict[str, Tensor]:
+def _totals(mask: Tensor, count_name: str, **values: Tensor) -> dict[str, Tensor]:
     """Return the sums of values [n, S] over masked tokens, and the number of these tokens under `count_name`."""
-    sums = {name: torch.where(mask, value, 0.0).sum() for name, value in values.items()}
-    return sums | {count_name: mask.sum().to(next(iter(values.values())))}
+    totals = {}
+    for name, value in values.items():
+        totals[name] = torch.where(mask, value, 0.0).sum()
+        if count_name not in totals:
+            totals[count_name] = mask.sum().to(value)  # in the dtype of the first value
+    return totals
 
 
 _NEEDS_ENTROPIES = "entropy_coef and top_entropy_quantile need entropies"
@@ -380,7 +433,9 @@ def _required(value: Tensor | None, message: str) -> Tensor:
 
 def _or_one(count: Any) -> Any:
     """Return a count to divide by: 1 instead of 0."""
-    return torch.where(count == 0, 1, count) if isinstance(count, Tensor) else count or 1
+    if isinstance(count, Tensor):
+        return torch.where(count == 0, 1, count)  # without reading the number, for which the host would wait
+    return 1 if count == 0 else count
 
 
 def policy_loss(
@@ -451,11 +506,20 @@ def policy_loss(
             entropies.detach()[is_token], spec.options["top_entropy_quantile"]
         )
     length = logps.shape[1] if max_completion_length is None else max_completion_length
-    counts = Counts(is_token.sum(), logps.shape[0], length, entropy_tokens)
+    counts = Counts(
+        tokens=is_token.sum(),
+        sequences=logps.shape[0],
+        max_completion_length=length,
+        high_entropy_tokens=entropy_tokens,
+    )
     if normalizer is not None:
-        by_tokens = spec.loss.normalisation == "tokens"
-        counts = counts._replace(max_completion_length=1, **{"tokens" if by_tokens else "sequences": normalizer})
-    loss, sums = policy_terms(
+        # dr_grpo divides by sequences · max_completion_length, and its normalizer is that product.
+        counts = counts._replace(max_completion_length=1)
+        if spec.loss.normalisation == "tokens":
+            counts = counts._replace(tokens=normalizer)
+        else:
+            counts = counts._replace(sequences=normalizer)
+    loss, totals = policy_terms(
         spec,
         logps,
         old_logps,
@@ -468,4 +532,4 @@ def policy_loss(
         entropies=entropies,
         entropy_threshold=entropy_threshold,
     )
-    return loss, means(sums)
+    return loss, means(totals)

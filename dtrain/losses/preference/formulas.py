@@ -116,7 +116,8 @@ def robust(pairs: Pairs, *, beta: float, label_smoothing: float) -> Tensor:
         Robust DPO: Chowdhury et al., arXiv:2403.00409.
     """
     z = beta * pairs.margin
-    return (label_smoothing * F.logsigmoid(-z) - (1 - label_smoothing) * F.logsigmoid(z)) / (1 - 2 * label_smoothing)
+    loss = label_smoothing * F.logsigmoid(-z) - (1 - label_smoothing) * F.logsigmoid(z)
+    return loss / (1 - 2 * label_smoothing)
 
 
 def exo_pair(pairs: Pairs, *, beta: float, label_smoothing: float) -> Tensor:
@@ -186,8 +187,10 @@ def aot(pairs: Pairs, *, beta: float, label_smoothing: float) -> Tensor:
     Reference:
         AOT paired: Melnyk et al., arXiv:2406.05882.
     """
-    policy, reference = pairs.chosen - pairs.rejected, pairs.ref_chosen - pairs.ref_rejected
-    return _smoothed(beta * (policy - _of_same_rank(policy, reference)), label_smoothing)
+    policy_margin = pairs.chosen - pairs.rejected
+    reference_margin = pairs.ref_chosen - pairs.ref_rejected
+    difference = policy_margin - _of_same_rank(policy_margin, reference_margin)
+    return _smoothed(beta * difference, label_smoothing)
 
 
 def aot_unpaired(pairs: Pairs, *, beta: float, label_smoothing: float) -> Tensor:
@@ -274,7 +277,9 @@ def orpo(pairs: Pairs, *, beta: float) -> Tensor:
 def _smoothed(z: Tensor, label_smoothing: float) -> Tensor:
     """Return -(1 - ε)·log σ(z) - ε·log σ(-z). For ε = 0 the second term is left out, because 0 · inf is NaN."""
     loss = -F.logsigmoid(z)
-    return loss if label_smoothing == 0 else (1 - label_smoothing) * loss - label_smoothing * F.logsigmoid(-z)
+    if label_smoothing == 0:
+        return loss
+    return (1 - label_smoothing) * loss - label_smoothing * F.logsigmoid(-z)
 
 
 def _of_same_rank(values: Tensor, others: Tensor) -> Tensor:
@@ -286,7 +291,8 @@ def _of_same_rank(values: Tensor, others: Tensor) -> Tensor:
         >>> _of_same_rank(torch.tensor([3, 1, 2]), torch.tensor([10, 30, 20]))
         tensor([30, 10, 20])
     """
-    return others.sort(stable=True).values[values.argsort(stable=True).argsort()]
+    ranks = values.argsort(stable=True).argsort()
+    return others.sort(stable=True).values[ranks]
 
 
 def _per_token(logps: Tensor, lengths: Tensor) -> Tensor:
@@ -345,7 +351,8 @@ def score(log_ratio: Tensor, divergence: str, alpha: float) -> Tensor:
     if divergence == "js_divergence":
         return math.log(2) + F.logsigmoid(log_ratio)
     power = -1.0 if divergence == "forward_kl" else alpha - 1
-    return torch.expm1((power * log_ratio).clamp(max=_LARGEST_EXPONENT[log_ratio.dtype])) / power
+    exponent = (power * log_ratio).clamp(max=_LARGEST_EXPONENT[log_ratio.dtype])
+    return torch.expm1(exponent) / power
 
 
 def kto(rewards: Tensor, divergence: Tensor) -> tuple[Tensor, Tensor]:

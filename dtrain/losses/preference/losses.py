@@ -7,7 +7,7 @@ second pass each micro-batch differentiates Σ w_i · log p_i, which has the gra
 functions, `options` the table.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from dtrain.base.batch import IGNORE_INDEX
 from dtrain.base.ranges import name_hint
 from dtrain.losses.preference import formulas
 from dtrain.losses.preference.formulas import Pairs
-from dtrain.losses.preference.options import DIVERGENCE, LOSSES, problems
+from dtrain.losses.preference.options import DIVERGENCE, LOSSES, PreferenceLoss, problems
 
 
 def preference_loss(
@@ -118,19 +118,44 @@ def combined_preference_loss(
     for name in names:
         if name not in LOSSES:
             raise ValueError(f"{name!r} is no preference loss{name_hint(name, LOSSES)}")
-    losses = [LOSSES[name] for name in names]
-    # To read the value of a tensor, the host would have to wait for the device. Check 0.25 instead, which every range
-    # includes.
-    checked = {key: 0.25 if isinstance(value, Tensor) else value for key, value in {"beta": beta, **options}.items()}
-    if errors := problems(names, checked, has_reference=ref_chosen_logps is not None):
-        raise ValueError(str(errors[0]))
-    logps = (chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps)
-    pairs = _pairs(names, logps, (chosen_lengths, rejected_lengths), options)
+    _check_options(names, {"beta": beta, **options}, has_reference=ref_chosen_logps is not None)
+    pairs = _make_pairs(
+        names,
+        chosen_logps,
+        rejected_logps,
+        ref_chosen_logps,
+        ref_rejected_logps,
+        chosen_lengths,
+        rejected_lengths,
+        options,
+    )
     total = torch.zeros((), dtype=pairs.chosen.dtype, device=chosen_logps.device)
-    for loss, weight in zip(losses, weights, strict=True):
-        own = {key: options.get(key, default) for key, default in loss.options.items() if key not in DIVERGENCE}
-        total = total + weight * getattr(formulas, loss.function)(pairs, beta=beta, **own)
+    for name, weight in zip(names, weights, strict=True):
+        loss = LOSSES[name]
+        options_of_loss = {}
+        for key, default in loss.options.items():
+            if key not in DIVERGENCE:  # those are in `pairs`
+                options_of_loss[key] = options.get(key, default)
+        total = total + weight * _formula_of(loss)(pairs, beta=beta, **options_of_loss)
     return total
+
+
+def _check_options(names: Sequence[str], options: Mapping[str, Any], *, has_reference: bool) -> None:
+    """Raise ValueError for the first problem of the options of losses."""
+    values = {}
+    for key, value in options.items():
+        # To read the value of a tensor, the host would have to wait for the device. Check 0.25 instead, which every
+        # range includes.
+        values[key] = 0.25 if isinstance(value, Tensor) else value
+    found = problems(names, values, has_reference=has_reference)
+    if found:
+        raise ValueError(str(found[0]))
+
+
+def _formula_of(loss: PreferenceLoss) -> Callable[..., Tensor]:
+    """Return the function of a loss. The table has only its name, because the table imports no torch."""
+    formula: Callable[..., Tensor] = getattr(formulas, loss.function)
+    return formula
 
 
 class PreferenceWeights(NamedTuple):
@@ -181,11 +206,13 @@ def preference_weights(
         >>> preference_weights("ipo_sum", *logps, beta=0.5)
         PreferenceWeights(losses=tensor([4.]), chosen=tensor([4.]), rejected=tensor([-4.]))
     """
-    chosen, rejected = (logps.detach().requires_grad_() for logps in (chosen_logps, rejected_logps))
+    chosen = chosen_logps.detach().requires_grad_()
+    rejected = rejected_logps.detach().requires_grad_()
     with torch.enable_grad():
         losses = combined_preference_loss(names, chosen, rejected, ref_chosen_logps, ref_rejected_logps, **options)
-        slopes = torch.autograd.grad(losses.sum() / max(len(losses), 1), (chosen, rejected))
-    return PreferenceWeights(losses.detach(), *slopes)
+        mean = losses.sum() / max(len(losses), 1)
+        by_chosen, by_rejected = torch.autograd.grad(mean, (chosen, rejected))
+    return PreferenceWeights(losses.detach(), by_chosen, by_rejected)
 
 
 def running_mean(mean: float | Tensor, count: int, batch_mean: Tensor) -> tuple[Tensor, int]:
@@ -245,9 +272,11 @@ def preference_rewards(
         DPO: Rafailov et al., arXiv:2305.18290, section 4.
     """
     with torch.no_grad():
-        chosen = beta * (chosen_logps if ref_chosen_logps is None else chosen_logps - ref_chosen_logps)
-        rejected = beta * (rejected_logps if ref_rejected_logps is None else rejected_logps - ref_rejected_logps)
-        return PreferenceRewards(chosen, rejected, chosen - rejected, (chosen > rejected).to(chosen.dtype))
+        chosen_ratio = chosen_logps if ref_chosen_logps is None else chosen_logps - ref_chosen_logps
+        rejected_ratio = rejected_logps if ref_rejected_logps is None else rejected_logps - ref_rejected_logps
+        chosen, rejected = beta * chosen_ratio, beta * rejected_ratio
+        accuracy = (chosen > rejected).to(chosen.dtype)
+        return PreferenceRewards(chosen, rejected, chosen - rejected, accuracy)
 
 
 def length_desensitised_weights(document_ids: Tensor, labels: Tensor, ld_alpha: float) -> Tensor:
@@ -300,26 +329,45 @@ def length_desensitised_weights(document_ids: Tensor, labels: Tensor, ld_alpha: 
     return weights.view(labels.shape)
 
 
-def _pairs(
+def _make_pairs(
     names: Sequence[str],
-    logps: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
-    lengths: tuple[Tensor | None, Tensor | None],
+    chosen_logps: Tensor,
+    rejected_logps: Tensor,
+    ref_chosen_logps: Tensor | None,
+    ref_rejected_logps: Tensor | None,
+    chosen_lengths: Tensor | None,
+    rejected_lengths: Tensor | None,
     options: Mapping[str, Any],
 ) -> Pairs:
-    """Check shapes and missing arguments, and return the inputs in one dtype, with 0 and 1 for those not given."""
-    chosen, _, ref_chosen, ref_rejected = logps
-    divergence = {key: options.get(key, default) for key, default in DIVERGENCE.items()}
-    if (ref_chosen is None) != (ref_rejected is None):
-        missing = "ref_chosen_logps" if ref_chosen is None else "ref_rejected_logps"
+    """Return the inputs of losses in one dtype: 0 for a missing reference, and 1 for missing lengths.
+
+    Raises:
+        ValueError: If an argument that a loss needs is missing, or if shapes differ.
+    """
+    if (ref_chosen_logps is None) != (ref_rejected_logps is None):
+        missing = "ref_chosen_logps" if ref_chosen_logps is None else "ref_rejected_logps"
         raise ValueError(f"{missing} is missing: pass the reference for both completions or for neither")
+    has_lengths = chosen_lengths is not None and rejected_lengths is not None
     for name in names:
-        if LOSSES[name].needs_lengths and any(length is None for length in lengths):
+        if LOSSES[name].needs_lengths and not has_lengths:
             raise ValueError(f"{name} is a loss per token: pass chosen_lengths and rejected_lengths")
-    shapes = [tuple(tensor.shape) for tensor in (*logps, *lengths) if tensor is not None]
+    logps = [chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps]
+    tensors = [*logps, chosen_lengths, rejected_lengths]
+    shapes = [tuple(tensor.shape) for tensor in tensors if tensor is not None]
     if len(set(shapes)) > 1 or len(shapes[0]) != 1:
         raise ValueError(f"log-probabilities and lengths must all be [B], and have the shapes {shapes}")
-    dtype = torch.promote_types(chosen.dtype, torch.float32)
-    zeros, ones = torch.zeros_like(chosen, dtype=dtype), torch.ones_like(chosen)
-    known = [zeros if logp is None else logp.to(chosen.device, dtype) for logp in logps]
-    counts = [ones if length is None else length for length in lengths]
-    return Pairs(known[0], known[1], known[2], known[3], counts[0], counts[1], **divergence)
+
+    device = chosen_logps.device
+    dtype = torch.promote_types(chosen_logps.dtype, torch.float32)
+    zeros = torch.zeros_like(chosen_logps, dtype=dtype)
+    ones = torch.ones_like(chosen_logps)
+    divergence = {key: options.get(key, default) for key, default in DIVERGENCE.items()}
+    return Pairs(
+        chosen=chosen_logps.to(device, dtype),
+        rejected=rejected_logps.to(device, dtype),
+        ref_chosen=zeros if ref_chosen_logps is None else ref_chosen_logps.to(device, dtype),
+        ref_rejected=zeros if ref_rejected_logps is None else ref_rejected_logps.to(device, dtype),
+        chosen_lengths=ones if chosen_lengths is None else chosen_lengths,
+        rejected_lengths=ones if rejected_lengths is None else rejected_lengths,
+        **divergence,
+    )

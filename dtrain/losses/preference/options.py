@@ -37,7 +37,7 @@ class PreferenceLoss:
 
     @property
     def f_divergence(self) -> bool:
-        """Whether the loss reads `f_divergence`."""
+        """True if the loss reads `f_divergence`."""
         return "f_divergence" in self.options
 
 
@@ -78,8 +78,12 @@ def over_the_batch(names: Iterable[str], options: Mapping[str, Any]) -> list[str
         >>> over_the_batch(["sigmoid", "aot", "bco_pair"], {"bco_shift": 0.0})
         ['aot']
     """
-    pairwise = {"bco_pair"} if options.get("bco_shift") != "batch" else set()
-    return [name for name in names if name in LOSSES and LOSSES[name].whole_batch and name not in pairwise]
+    over_batch = []
+    for name in names:
+        is_constant_shift = name == "bco_pair" and options.get("bco_shift") != "batch"
+        if name in LOSSES and LOSSES[name].whole_batch and not is_constant_shift:
+            over_batch.append(name)
+    return over_batch
 
 
 KWARGS = frozenset[str]().union(*(loss.options for loss in LOSSES.values())) - OFF.keys()
