@@ -24,7 +24,7 @@ from dtrain.recipe.world import unresolved_auto_keys
 from dtrain.training import recipe_and_problems
 from dtrain.training.hub_files import missing_problems, to_copy, with_local_model, with_small_files
 from dtrain.training.inputs import RunInputs, World
-from dtrain.training.preflight import notes, preflight, redacted, refuse_text
+from dtrain.training.preflight import notes, preflight, print_origin, redacted, refuse_text
 from dtrain.training.setup.code import named_code
 
 
@@ -52,6 +52,8 @@ def launch(recipe: Recipe | Callable[[], Recipe], train: Train | None = None, pl
         recipe = resolve_nproc(recipe() if callable(recipe) else recipe)
         rank_info = read_rank_info(os.environ, recipe.launch.num_processes)
         world_size = rank_info.world_size if rank_info else recipe.launch.num_processes
+        if rank_info is None or rank_info.rank == 0:
+            print_origin(recipe)
         recipe = _with_checked_model(recipe, world_size, has_own_loop=train is not None)
     except UserError as problem:
         # Other ranks may be waiting for this one, so the problem is raised on all of them.
@@ -85,6 +87,7 @@ def validate(recipe: str | Path | Mapping, overrides: Sequence[str] = (), world_
     """
     parsed, problems = recipe_and_problems(recipe, overrides)
     refuse_text(problems)
+    print_origin(parsed)
     is_here = world_size is None
     small = with_small_files(with_local_model(resolve_nproc(parsed)))
     loaded = small.recipe

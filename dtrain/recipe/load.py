@@ -101,10 +101,12 @@ class Source(NamedTuple):
     Attributes:
         stem: Name of the file without its suffix. None without a file.
         tree: The keys that the recipe sets, with interpolations as they are written.
+        name: The file as the user wrote it, for messages.
     """
 
     stem: str | None
     tree: dict[str, Any]
+    name: str = "this mapping"
 
 
 class LoadResult(NamedTuple):
@@ -145,8 +147,30 @@ def load(
 def load_with_problems(
     recipe: str | Path | Mapping | Recipe, overrides: Sequence[str] = (), *, sections: Mapping[str, type]
 ) -> LoadResult:
-    """Load a recipe as `load` does, but return the problems instead of raising them."""
+    """Load a recipe as `load` does, but return the problems instead of raising them.
+
+    A file of another tool is converted first. Keys that may change numbers and cannot be converted are problems.
+    """
     source = _read_source(recipe, sections)
+    loaded, problems = _load_source(source, overrides, sections, isinstance(recipe, Recipe))
+    if problems:  # they include the unknown keys of a file of another tool
+        sets_method = "method" in source.tree or any(override.startswith("method=") for override in overrides)
+        method = loaded.method if sets_method else None
+        conversion = convert_foreign_recipe(source.tree, loaded.model.path, method, sections=sections)
+        if conversion is not None:
+            loaded, problems = _load_conversion(conversion, source, overrides, sections, problems)
+    return LoadResult(loaded, [problem.reworded(lambda text: redact(text, loaded)) for problem in problems])
+
+
+def _load_source(source: Source, overrides: Sequence[str], sections: Mapping[str, type], is_typed: bool) -> LoadResult:
+    """Load a recipe whose keys were read.
+
+    Args:
+        source: What the recipe was read from.
+        overrides: `key=value` texts.
+        sections: The sections of all methods.
+        is_typed: Whether the recipe was given as a `Recipe` object.
+    """
     problems: list[Problem] = []
 
     # Only the sections that the recipe mentions become part of its type: importing the other methods costs time.
@@ -169,24 +193,21 @@ def load_with_problems(
     values = _resolve(config, "", problems)
     typed = build_recipe(kind, values, problems)
 
-    if problems:
-        problems += _foreign_recipe_problems(source.tree, overrides, typed, sections)
     if typed.run.name is None:
         typed.run.name = _default_name(typed, source)
     _expand_paths(typed, problems)
 
     loaded = with_origins(typed, _to_tree(config), values, _resolve_tree)
-    is_typed = isinstance(recipe, Recipe)
     loaded.unused_keys += _keys_of_other_methods(values, source.tree, overrides, sections, is_typed)
     problems += _hidden_secret_problems(values)
-    return LoadResult(loaded, [problem.reworded(lambda text: redact(text, loaded)) for problem in problems])
+    return LoadResult(loaded, problems)
 
 
 def _read_source(recipe: str | Path | Mapping | Recipe, sections: Mapping[str, type]) -> Source:
     """Read the keys that a recipe sets."""
     if isinstance(recipe, str | Path):
         path = find_recipe(recipe)
-        return Source(path.stem, _read_file(path, sections))
+        return Source(path.stem, _read_file(path, sections), str(recipe))
     if isinstance(recipe, LoadedRecipe):
         return Source(None, source_tree(recipe))
     if isinstance(recipe, Recipe):
@@ -197,16 +218,44 @@ def _read_source(recipe: str | Path | Mapping | Recipe, sections: Mapping[str, t
     return Source(None, _to_tree(OmegaConf.create(cast(Any, recipe))))
 
 
-def _foreign_recipe_problems(
-    tree: Mapping, overrides: Sequence[str], typed: Recipe, sections: Mapping[str, type]
-) -> list[Problem]:
-    """Return a problem with the converted recipe if a file with unknown keys is another tool's recipe."""
-    sets_method = "method" in tree or any(override.startswith("method=") for override in overrides)
-    method = typed.method if sets_method else None
-    conversion = convert_foreign_recipe(tree, typed.model.path, method, sections=sections)
-    if conversion is None:
-        return []
-    return [Problem("", "\n      ".join(conversion.answer().splitlines()))]
+def _load_conversion(
+    conversion: "Conversion",
+    source: Source,
+    overrides: Sequence[str],
+    sections: Mapping[str, type],
+    problems: list[Problem],
+) -> LoadResult:
+    """Load the recipe that a file of another tool was converted to.
+
+    Args:
+        conversion: The file as a recipe.
+        source: The file.
+        overrides: `key=value` texts, with dtrain's keys.
+        sections: The sections of all methods.
+        problems: The problems of the file as a recipe of dtrain. They are returned if the tool is unknown.
+    """
+    name = source.name
+    fix = f"`dtrain convert {name} -o my.yaml` writes the recipe, with a comment on each key that it lacks"
+    converted, found = _load_source(Source(source.stem, conversion.recipe()), overrides, sections, is_typed=False)
+    if conversion.tool is None:
+        text = f"{name} has keys of another tool, but of none whose files dtrain knows"
+        return LoadResult(converted, [*problems, Problem("", text, fix)])
+    decided = [override.partition("=")[0] for override in overrides]
+    lost = [Problem(keys, f"{keys}: {reason}") for keys, reason in conversion.describe_blocking(decided)]
+    if lost:
+        text = f"{name} is a file of {conversion.source}, and the keys above may change its numbers"
+        return LoadResult(converted, [*found, *lost, Problem("", text, fix)])
+    if found:
+        found.append(Problem("", f"{name} is a file of {conversion.source}, converted", fix))
+    num_notes = len(conversion.notes)
+    notes = f" and {num_notes} notes on what differs" if num_notes else ""
+    converted.origin_notes.append(
+        f"{name} is a file of {conversion.source}, converted: `dtrain convert {name}` prints the recipe{notes} "
+        f"(train.global_batch={converted.train.global_batch} is that of one GPU)"
+    )
+    if conversion.left_out():
+        converted.origin_notes.append(conversion.left_out())
+    return LoadResult(converted, found)
 
 
 def _hidden_secret_problems(values: Mapping) -> list[Problem]:

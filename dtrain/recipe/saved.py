@@ -57,11 +57,13 @@ class LoadedRecipe(Recipe):
         references: The values that come from the environment.
         secrets: The texts to redact, longest first.
         unused_keys: Keys that the recipe sets and its method does not read.
+        origin_notes: Lines for the user if the recipe was converted from a file of another tool.
     """
 
     references: list[Reference] = field(default_factory=list, repr=False)
     secrets: list[str] = field(default_factory=list, repr=False)
     unused_keys: list[str] = field(default_factory=list, repr=False)
+    origin_notes: list[str] = field(default_factory=list, repr=False)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Recipe) and recipe_values(self) == recipe_values(other)
@@ -90,6 +92,11 @@ def secrets_of(recipe: Recipe) -> list[str]:
 def references_of(recipe: Recipe) -> list[Reference]:
     """Return the values that come from the environment. A `Recipe` that was built in Python has none."""
     return recipe.references if isinstance(recipe, LoadedRecipe) else []
+
+
+def origin_notes_of(recipe: Recipe) -> list[str]:
+    """Return the lines on the file of another tool that a recipe was converted from."""
+    return recipe.origin_notes if isinstance(recipe, LoadedRecipe) else []
 
 
 def unused_keys_of(recipe: Recipe) -> list[str]:

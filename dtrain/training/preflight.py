@@ -3,12 +3,14 @@
 Importing this module imports no torch. The checks import torch when they are called.
 """
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dtrain.base.errors import Problem, RecipeError
 from dtrain.recipe import Recipe, redact
+from dtrain.recipe.saved import origin_notes_of
 from dtrain.training.hub_files import missing_problems, with_local_model
 from dtrain.training.inputs import RunInputs, World
 from dtrain.training.registry import recipe_and_problems
@@ -38,6 +40,12 @@ def refuse_text(problems: Sequence[Problem]) -> None:
     """
     if problems:
         raise RecipeError(problems, UNCHECKED)
+
+
+def print_origin(recipe: Recipe) -> None:
+    """Print to stderr that a recipe was converted from a file of another tool, and what was left out."""
+    for line in origin_notes_of(recipe):
+        print(redact(line, recipe), file=sys.stderr)
 
 
 def preflight(recipe: Recipe, world_size: int, until: "Depth" = "files") -> list[Problem]:

@@ -14,7 +14,7 @@ from dtrain.commands.plan.hardware import GPUS, USABLE_BANDWIDTH, Hardware, gib,
 from dtrain.commands.plan.plan import Plan, choose_starting_mesh, ready
 from dtrain.commands.plan.search import Candidate, SearchResult, find_smallest_change, search
 from dtrain.launch.devices import resolve_nproc
-from dtrain.training.preflight import load
+from dtrain.training.preflight import load, print_origin
 
 
 def print_plan(arguments: Namespace) -> None:
@@ -27,7 +27,9 @@ def print_plan(arguments: Namespace) -> None:
         RecipeError: With all mistakes in the recipe that a plan can find.
         UserError: If the plan does not fit. The message names a change that would.
     """
-    recipe = resolve_nproc(load(arguments.recipe, arguments.overrides))
+    loaded = load(arguments.recipe, arguments.overrides)
+    print_origin(loaded)
+    recipe = resolve_nproc(loaded)
     world_size = arguments.world_size or recipe.launch.num_processes
     hardware = _hardware(arguments)
     with config.redacted_errors(recipe):

@@ -1,12 +1,19 @@
-"""The result of a conversion: a recipe, comments on its values, and what could not be carried over."""
+"""The result of a conversion: a recipe, comments on its values, and what could not be carried over.
 
-from collections.abc import Mapping
+A key that is not carried over is of one of two kinds. If it may change a number, such as a schedule that dtrain does not
+have, the file is not run as it is: its user writes the recipe to a file, reads what it lacks, and runs that. If it
+changes no number, such as a tracker or how often a checkpoint is saved, the run says so and starts.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import yaml
 
 from dtrain.recipe.saved import unflatten
+
+MAX_NAMED_KEYS = 8  # in one line
 
 
 class LostKey(NamedTuple):
@@ -16,11 +23,15 @@ class LostKey(NamedTuple):
         key: The dotted key in the file.
         value: Its value there.
         reason: Why it is not carried over, and what to do instead.
+        recipe_keys: The recipe's keys that it is for. Whoever sets one of them on the command line has decided.
+        changes_numbers: Whether a run without it may have other numbers.
     """
 
     key: str
     value: Any
     reason: str
+    recipe_keys: tuple[str, ...] = ()
+    changes_numbers: bool = True
 
 
 @dataclass
@@ -61,18 +72,62 @@ class Conversion:
             lines += [_comment(f"  {lost.key}: {lost.reason}") for lost in self.lost]
         return "\n".join(lines)
 
-    def answer(self) -> str:
-        """Return the end of the error for a file of another tool that was given as a recipe: the converted recipe."""
-        if self.tool is None:
-            head = (
-                "it is written for another tool, whose defaults are not known here; what has a key here, as a recipe, "
-                "to copy"
-            )
-        else:
-            head = (
-                f"it is written for {self.tool}; as a recipe, to copy, with the defaults of {self.tool} {self.version}"
-            )
-        return f"{head} (train.global_batch is that of one GPU):\n{self.text()}"
+    @property
+    def source(self) -> str:
+        """The tool with its version, as a phrase for messages."""
+        return f"{self.tool} {self.version}" if self.tool else "another tool, which dtrain does not know"
+
+    def with_values(self, values: Mapping[str, Any], comment: str) -> "Conversion":
+        """Return the conversion with other values, each of which gets a comment if it is new or another one."""
+        comments = {}
+        for key, value in values.items():
+            if key not in self.values or self.values[key] != value:
+                comments[key] = comment
+            elif key in self.comments:
+                comments[key] = self.comments[key]
+        return Conversion(self.tool, self.version, dict(values), comments, self.notes, self.lost)
+
+    def blocking(self, decided: Collection[str] = ()) -> list[LostKey]:
+        """Return the lost keys that may change numbers.
+
+        Args:
+            decided: Keys of the recipe that the user sets on the command line. Lost keys that are for them are left out.
+        """
+        found = []
+        for lost in self.lost:
+            is_decided = any(_is_within(key, name) for key in decided for name in lost.recipe_keys)
+            if lost.changes_numbers and not is_decided:
+                found.append(lost)
+        return found
+
+    def describe_blocking(self, decided: Collection[str] = ()) -> list[tuple[str, str]]:
+        """Return (keys, reason) of what `blocking` returns. Keys of one section with the same reason are joined."""
+        names: dict[tuple[str, str], list[str]] = {}
+        for lost in self.blocking(decided):
+            section = lost.key.partition(".")[0]
+            names.setdefault((section, lost.reason), []).append(lost.key)
+        return [(_join(found), reason) for (_, reason), found in names.items()]
+
+    def left_out(self) -> str:
+        """Return a line with the lost keys that change no number; an empty text if there are none."""
+        names = [lost.key for lost in self.lost if not lost.changes_numbers]
+        if not names:
+            return ""
+        shown = ", ".join(names[:MAX_NAMED_KEYS])
+        more = f" and {len(names) - MAX_NAMED_KEYS} more" if len(names) > MAX_NAMED_KEYS else ""
+        return f"left out, because no number depends on it: {shown}{more}"
+
+
+def _join(names: Sequence[str]) -> str:
+    """Return the first three of these names, and the number of the others."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{', '.join(names[:3])}{more}"
+
+
+def _is_within(key: str, name: str) -> bool:
+    """Check whether one of two dotted keys is the other, or a section or an entry of it."""
+    key, name = key.replace("[", ".["), name.replace("[", ".[")
+    return f"{key}.".startswith(f"{name}.") or f"{name}.".startswith(f"{key}.")
 
 
 def _yaml_lines(values: Mapping[str, Any], comments: Mapping[str, str]) -> list[str]:

@@ -23,6 +23,7 @@ import yaml
 
 from dtrain.recipe import spelling
 from dtrain.recipe.other_tools.conversion import Conversion, LostKey
+from dtrain.recipe.other_tools.effects import may_change_numbers
 from dtrain.recipe.schema import OPTIMIZERS, SCHEDULES
 
 Fit = Callable[[str, Any], tuple[Any, list[str]]]
@@ -315,7 +316,7 @@ class Draft:
         self.values.pop(key, None)
         self.comments.pop(key, None)
 
-    def lose(self, source: str, reason: str, *keys: str) -> None:
+    def lose(self, source: str, reason: str, *keys: str, is_harmless: bool = False) -> None:
         """List a key of the file as not carried over. Each key is listed once.
 
         Args:
@@ -323,11 +324,13 @@ class Draft:
             reason: Why its value is not carried over, and what to do instead.
             keys: The recipe's keys that the value is for. The tool's defaults are not written for them, because they
                 would replace what the user has set.
+            is_harmless: Whether no number depends on the key. Otherwise `effects` decides.
         """
         self._read.add(source)
         self._refused.update(keys)
         if all(lost.key != source for lost in self.lost):
-            self.lost.append(LostKey(source, self.file.get(source), reason))
+            changes_numbers = not is_harmless and may_change_numbers(source, keys)
+            self.lost.append(LostKey(source, self.file.get(source), reason, keys, changes_numbers))
 
     def _lose_type(self, names: Sequence[str], value: Any, reason: str) -> None:
         """List the first of these keys that has a value as lost, because the value has the wrong type."""
@@ -365,7 +368,8 @@ class Draft:
             self._lose_unread(key)
         for key, text in self._unresolved.items():
             if not _matches(key, self._ignored):
-                self.lost.append(LostKey(key, text, f"{text} cannot be resolved within the file"))
+                reason = f"{text} cannot be resolved within the file"
+                self.lost.append(LostKey(key, text, reason, (), may_change_numbers(key, ())))
         if self.tool:
             self.values["method"] = str(self.values.get("method", self.method))
             self._fill_in_defaults()
@@ -422,7 +426,9 @@ class Draft:
         is_needless = answer.startswith("dtrain needs")
         has_no_effect_at_zero = answer.startswith("dtrain does not have") and value == 0
         if not (is_off or is_needless or has_no_effect_at_zero or self._is_switched_off(key)):
-            self.lose(key, answer)
+            # "dtrain's word for it is data.max_length: prompt and completion together"
+            word = re.match(r"dtrain's word for it is ([a-z_]+\.[a-z_.]+[a-z])", answer)
+            self.lose(key, answer, *([word[1]] if word else []))
 
     def _is_switched_off(self, key: str) -> bool:
         """Check whether a key is in a section that its own `enable` or `enabled` switches off."""
