@@ -3,37 +3,56 @@
 
     .venv/bin/python tools/coming_from.py
 
-The files stand here. The recipes are what `dtrain validate` answers to them. tests/test_docs.py holds the page to it.
+The files stand here. The recipes are what `dtrain convert` makes of them. tests/test_docs.py holds the page to it.
 """
 
 import ast
+import io
 import re
 import sys
+from contextlib import chdir, redirect_stderr, redirect_stdout
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from omegaconf import OmegaConf
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from dtrain.commands.cli import main
 from dtrain.training import convert_recipe
 
 PAGE = Path(__file__).parents[1] / "docs" / "coming-from.md"
 HEAD = """# Coming from another tool
 
-`dtrain validate FILE` takes a file of another tool and answers with the recipe that it becomes, to copy. It knows files
-of TRL, the alignment handbook, axolotl, LLaMA-Factory, Unsloth, torchtune, NeMo-RL, verl and Automodel.
+`dtrain convert FILE` turns a file of another tool into a recipe. It knows files of TRL, the alignment handbook, axolotl,
+LLaMA-Factory, Unsloth, torchtune, NeMo-RL, verl and Automodel. For example, with axolotl's
+file [below](#axolotl), in which a line `lr_scheduler: rex` and one `use_mlflow: true` were added:
 
-- A comment marks each value that the file leaves to its tool, if dtrain's own default is another.
-- The comments below a recipe say what dtrain does otherwise, and which keys of the file were not carried over and why.
-  Read these: some of them change numbers.
+```text
+{shown}
+```
+
+| command | does |
+| --- | --- |
+| `dtrain convert FILE` | print the recipe, and on stderr what could not be taken |
+| `dtrain convert FILE -o my.yaml key=value` | write it to a new file, with changes |
+| `dtrain run FILE key=value` | convert and run; `dtrain validate`, `dtrain preview` and `dtrain plan` take the file too |
+
+- A comment marks each value that the file leaves to its tool, if dtrain's own default is another, and each value that
+  stands in the file in another form.
+- A key that dtrain cannot express and that may change a number stops `dtrain run FILE`. The error names the key. Either set
+  dtrain's key for it on the command line, or write the recipe with `-o`, read its last lines, and run that.
+- Keys that change no number, such as trackers, are left out. The run names them.
+- The comments below a recipe say what dtrain does otherwise, although no key of the file is about it.
 - `train.global_batch` is that of one GPU. For more GPUs, multiply it by their number. The batches of NeMo-RL, verl and
   Automodel count all GPUs.
 - Saving, logging and validation keep dtrain's defaults, unless the file has keys for them.
 - The same keys do not give the same bits: dtrain draws the order of rows and the start of adapters in its own way.
 - A method that dtrain does not have, such as PPO with a critic, stays in the recipe, and dtrain refuses it.
 
-`tools/coming_from.py` writes this page.
+`tests/config/` has tables of files from these tools' repositories. Each trains a tiny model there, or the test names the one
+thing that dtrain cannot express. `tools/coming_from.py` writes this page.
 """
 TRL = """\
 model_name_or_path: Qwen/Qwen3-0.6B
@@ -236,7 +255,25 @@ FILES = {
 
 def page() -> str:
     """The page's text."""
-    return "\n".join([HEAD, *(_section(name, *shown) for name, shown in FILES.items())])
+    return "\n".join([HEAD.format(shown=session()), *(_section(name, *shown) for name, shown in FILES.items())])
+
+
+def session() -> str:
+    """What `dtrain convert` prints for axolotl's file with a schedule that dtrain does not have, and a tracker."""
+    more = "lr_scheduler: rex\nuse_mlflow: true\n"
+    file = "\n".join([*(line for line in AXOLOTL.splitlines() if "lr_scheduler" not in line), more])
+    with TemporaryDirectory() as directory, chdir(directory):
+        Path("axolotl.yaml").write_text(file, encoding="utf-8")
+        printed, rest = io.StringIO(), io.StringIO()
+        with redirect_stdout(printed), redirect_stderr(rest):
+            main(["convert", "axolotl.yaml", "-o", "my.yaml"])
+        head = Path("my.yaml").read_text(encoding="utf-8").splitlines()[:18]
+    lines = [
+        "$ dtrain convert axolotl.yaml -o my.yaml",
+        *printed.getvalue().splitlines(),
+        *rest.getvalue().splitlines(),
+    ]
+    return "\n".join([*lines, "$ head -n 18 my.yaml", *head])
 
 
 def recipe(file: str) -> str:

@@ -47,6 +47,7 @@ ASKED_TO_COMPLETE, COMPLETION_LINE = "_ARGCOMPLETE", "COMP_LINE"
 """Environment variables with which a shell asks for completions of a line (`dtrain completion`)."""
 
 COMMANDS = {
+    "convert": ("dtrain.commands.convert", "write a recipe from a file of another tool, such as TRL or axolotl"),
     "plan": ("dtrain.commands.plan.command", "estimate the memory, traffic and time of a run, without GPU and weights"),
     "eval": ("dtrain.commands.eval.command", "answer the prompts of data files and score the answers"),
     "chat": ("dtrain.commands.chat.command", "chat with a model in the terminal"),

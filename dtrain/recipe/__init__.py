@@ -14,7 +14,7 @@ other_tools         converts other tools' files to recipes
 Checks of several keys against one another, and against the model and the data, are in `dtrain.training.setup`.
 """
 
-from dtrain.recipe.load import convert_foreign_recipe, load, load_with_problems
+from dtrain.recipe.load import convert_foreign_file, convert_foreign_recipe, load, load_with_problems
 from dtrain.recipe.saved import (
     diff_recipes,
     origins,
@@ -32,6 +32,7 @@ from dtrain.recipe.world import Sizes, derive_sizes
 __all__ = [
     "Recipe",
     "Sizes",
+    "convert_foreign_file",
     "convert_foreign_recipe",
     "derive_sizes",
     "diff_recipes",

@@ -25,6 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from dtrain.base.errors import Problem, RecipeError, UserError, first_line
 from dtrain.base.json_files import check_json_size, read_text
+from dtrain.base.ranges import plural
 from dtrain.recipe import secrets, spelling
 from dtrain.recipe.saved import (
     MAX_ENTRIES,
@@ -247,12 +248,13 @@ def _load_conversion(
         return LoadResult(converted, [*found, *lost, Problem("", text, fix)])
     if found:
         found.append(Problem("", f"{name} is a file of {conversion.source}, converted", fix))
-    num_notes = len(conversion.notes)
-    notes = f" and {num_notes} notes on what differs" if num_notes else ""
-    converted.origin_notes.append(
-        f"{name} is a file of {conversion.source}, converted: `dtrain convert {name}` prints the recipe{notes} "
-        f"(train.global_batch={converted.train.global_batch} is that of one GPU)"
-    )
+    line = f"{name} is a file of {conversion.source}, converted: `dtrain convert {name}` prints the recipe"
+    if conversion.notes:
+        num_notes = len(conversion.notes)
+        line += f" with {num_notes} {plural(num_notes, 'note')} on what differs"
+    if not conversion.counts_all_gpus:
+        line += f" (train.global_batch={converted.train.global_batch} is that of one GPU)"
+    converted.origin_notes.append(line)
     if conversion.left_out():
         converted.origin_notes.append(conversion.left_out())
     return LoadResult(converted, found)
@@ -623,6 +625,66 @@ def convert_foreign_recipe(
     if may_be_dtrain and num_foreign_keys < MIN_FOREIGN_KEYS:
         return None
     return conversion
+
+
+def convert_foreign_file(
+    path: str | Path, overrides: Sequence[str] = (), *, sections: Mapping[str, type]
+) -> "Conversion":
+    """Convert a file of another tool.
+
+    Args:
+        path: The file.
+        overrides: `key=value` texts with dtrain's keys. They are part of the recipe that is returned.
+        sections: The methods' sections by name.
+
+    Raises:
+        UserError: If there is no such file, if it is a recipe of dtrain, or if it has no key that dtrain knows.
+        RecipeError: With a problem for each override that is wrong.
+    """
+    source = _read_source(path, sections)
+    method = _method_of({}, overrides, sections) if any(text.startswith("method=") for text in overrides) else None
+    conversion = convert_foreign_recipe(source.tree, None, method, sections=sections)
+    if conversion is None or conversion.tool is None and not conversion.values:
+        fix = f"`dtrain validate {path}` reports what is wrong with it as a recipe"
+        raise UserError(f"{path} has no key that shows another tool's file; {fix}")
+    if overrides:
+        conversion = _with_overrides(conversion, overrides, sections)
+    return conversion
+
+
+def _with_overrides(conversion: "Conversion", overrides: Sequence[str], sections: Mapping[str, type]) -> "Conversion":
+    """Return a conversion with overrides in its recipe. Raises RecipeError with the problems of the overrides."""
+    overridden = [override.partition("=")[0] for override in overrides]
+    _, problems = _load_source(Source(None, conversion.recipe()), overrides, sections, is_typed=False)
+    problems = [
+        problem for problem in problems if any(_section_name(problem.key) == _section_name(key) for key in overridden)
+    ]
+    if problems:
+        raise RecipeError(problems)
+    kind = make_recipe_type(sections, sections)
+    config = OmegaConf.create(conversion.recipe())
+    for override in overrides:
+        _apply(config, override, kind, problems)
+    _unset_excluded(config, overrides)
+    # Mappings that are the value of one key, such as grpo.kwargs, stay whole.
+    names = list_keys(sections)
+    values = _flatten_to(_to_tree(config), {*names, *conversion.values})
+    positions = {name: position for position, name in enumerate(names)}
+    set_keys = [key for key, value in values.items() if value is not None or conversion.values.get(key) is None]
+    ordered = sorted(set_keys, key=lambda key: positions.get(key, -1))
+    return conversion.with_values({key: values[key] for key in ordered}, "set on the command line")
+
+
+def _flatten_to(tree: Mapping, names: Container[str], prefix: str = "") -> dict[str, Any]:
+    """Return the values of a tree by their dotted keys. A mapping with its key in `names` is a value."""
+    values: dict[str, Any] = {}
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and value and key not in names:
+            values.update(_flatten_to(value, names, f"{key}."))
+        else:
+            values[key] = value
+    return values
 
 
 def _foreign_keys(file: Mapping[str, Any], dtrain_sections: Container[str]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from dtrain.base.errors import Problem
 from dtrain.methods import sections
-from dtrain.recipe import Recipe, convert_foreign_recipe, list_keys, load, load_with_problems
+from dtrain.recipe import Recipe, convert_foreign_file, convert_foreign_recipe, list_keys, load, load_with_problems
 from dtrain.recipe.saved import LoadedRecipe
 
 if TYPE_CHECKING:
@@ -125,6 +125,11 @@ def recipe_and_problems(
 def convert_recipe(tree: Mapping) -> "Conversion | None":
     """Convert a recipe of another tool, as `dtrain.recipe.convert_foreign_recipe` does."""
     return convert_foreign_recipe(tree, sections=SECTIONS)
+
+
+def convert_file(path: str | Path, overrides: Sequence[str] = ()) -> "Conversion":
+    """Convert a file of another tool, as `dtrain.recipe.convert_foreign_file` does."""
+    return convert_foreign_file(path, overrides, sections=SECTIONS)
 
 
 def recipe_keys() -> list[str]:

@@ -301,4 +301,6 @@ def _share_of_rate(draft: Draft, source: str, rate: float, default: float) -> fl
     return value / rate
 
 
-AUTOMODEL = Tool("Automodel", "0.7", (r"model\.pretrained_model_name_or_path", r"step_scheduler\..*"), convert)
+AUTOMODEL = Tool(
+    "Automodel", "0.7", (r"model\.pretrained_model_name_or_path", r"step_scheduler\..*"), convert, counts_all_gpus=True
+)

@@ -1,12 +1,12 @@
 """The result of a conversion: a recipe, comments on its values, and what could not be carried over.
 
-A key that is not carried over is of one of two kinds. If it may change a number, such as a schedule that dtrain does not
-have, the file is not run as it is: its user writes the recipe to a file, reads what it lacks, and runs that. If it
+A key that is not carried over is of one of two kinds. If it may change a number, such as a schedule that dtrain does
+not have, the file is not run as it is: its user writes the recipe to a file, reads what it lacks, and runs that. If it
 changes no number, such as a tracker or how often a checkpoint is saved, the run says so and starts.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import yaml
@@ -45,6 +45,7 @@ class Conversion:
         comments: For some of these keys, where the value comes from if the file does not give it.
         notes: Differences that no key of a recipe expresses.
         lost: Keys of the file that are not carried over.
+        counts_all_gpus: Whether train.global_batch is that of all GPUs, as the tool writes it, or of one GPU.
     """
 
     tool: str | None
@@ -53,6 +54,7 @@ class Conversion:
     comments: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     lost: list[LostKey] = field(default_factory=list)
+    counts_all_gpus: bool = False
 
     @property
     def method(self) -> str:
@@ -67,9 +69,14 @@ class Conversion:
         """Return the recipe as YAML with its comments, then the notes and the lost keys as comments."""
         lines = _yaml_lines(self.values, self.comments)
         lines += [_comment(note) for note in self.notes]
-        if self.lost:
-            lines.append("# not carried over:")
-            lines += [_comment(f"  {lost.key}: {lost.reason}") for lost in self.lost]
+        blocking = self.blocking()
+        if blocking:
+            lines.append("# not carried over, and may change numbers:")
+            lines += [_comment(f"  {lost.key}: {lost.reason}") for lost in blocking]
+        harmless = [lost for lost in self.lost if not lost.changes_numbers]
+        if harmless:
+            lines.append("# left out, because no number depends on it:")
+            lines += [_comment(f"  {lost.key}: {lost.reason}") for lost in harmless]
         return "\n".join(lines)
 
     @property
@@ -85,13 +92,13 @@ class Conversion:
                 comments[key] = comment
             elif key in self.comments:
                 comments[key] = self.comments[key]
-        return Conversion(self.tool, self.version, dict(values), comments, self.notes, self.lost)
+        return replace(self, values=dict(values), comments=comments)
 
     def blocking(self, decided: Collection[str] = ()) -> list[LostKey]:
         """Return the lost keys that may change numbers.
 
         Args:
-            decided: Keys of the recipe that the user sets on the command line. Lost keys that are for them are left out.
+            decided: Keys of the recipe that the user sets on the command line. Lost keys for them are left out.
         """
         found = []
         for lost in self.lost:

@@ -65,12 +65,14 @@ class Tool:
         version: The version that the tables were compared with.
         marks: Regular expressions for dotted keys. A file with a key that matches one is this tool's.
         convert: Writes the file's content to the draft.
+        counts_all_gpus: Whether its batch is that of all GPUs. Otherwise it is that of one GPU.
     """
 
     name: str
     version: str
     marks: tuple[str, ...]
     convert: Callable[["Draft"], None]
+    counts_all_gpus: bool = False
 
 
 class Meaning(NamedTuple):
@@ -378,7 +380,8 @@ class Draft:
             self.note("train.validate_every needs data.val")
         values = {key: self.values[key] for key in sorted(self.values, key=self._position)}
         name, version = (self.tool.name, self.tool.version) if self.tool else (None, "")
-        return Conversion(name, version, values, self.comments, self.notes, self.lost)
+        counts_all_gpus = self.tool is not None and self.tool.counts_all_gpus
+        return Conversion(name, version, values, self.comments, self.notes, self.lost, counts_all_gpus)
 
     def _unread_keys(self) -> list[str]:
         """Return the keys of the file that nobody has read so far."""
@@ -642,6 +645,7 @@ def put_chat_template(draft: Draft, source: str) -> None:
         draft.lose(
             source,
             "the file contains the template's text; save it to a file of its own and set data.chat_template to it",
+            "data.chat_template",
         )
     elif text.endswith((".jinja", ".jinja2", ".txt")):
         draft.put("data.chat_template", text, source)
@@ -649,5 +653,6 @@ def put_chat_template(draft: Draft, source: str) -> None:
         tool = draft.tool.name if draft.tool else "the other tool"
         draft.lose(
             source,
-            f"the template {text} is {tool}'s; here the model's own is used, or the file that data.chat_template names",
+            f"the template {text} is {tool}'s; set data.chat_template to null for the model's own, or to a file",
+            "data.chat_template",
         )

@@ -33,7 +33,7 @@ NAMES = frozenset(
     do_predict predict_with_generate report_to log_level log_level_replica log_on_each_node log_completions log_samples
     log_peak_memory_stats num_completions_to_print run_project name_prefix push_to_hub disable_tqdm verbose debug
     layer_offloading offload_layers offload_embedding pp pp_size pipeline_parallel_size pipeline_parallel_degree
-    pipeline_model_parallel_size gc_steps use_wandb ci notes tags group experiment_name project_name
+    pipeline_model_parallel_size gc_steps use_vllm use_wandb ci notes tags group experiment_name project_name
     """.split()
 )
 # A key of a file that has one of these starts, in any of its parts, changes no number.

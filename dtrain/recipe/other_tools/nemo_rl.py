@@ -525,4 +525,4 @@ MARKS = (
     r"policy\.(dtensor|megatron)_cfg\..*",
     r"(grpo|ppo|dpo|sft|distillation|rm)\.(max_num_steps|max_num_epochs|val_period)",
 )
-NEMO_RL = Tool("NeMo-RL", "7ea279a", MARKS, convert)
+NEMO_RL = Tool("NeMo-RL", "7ea279a", MARKS, convert, counts_all_gpus=True)

@@ -658,4 +658,5 @@ def _convert_trainer(draft: Draft) -> None:
         draft.note("trainer.nnodes: start dtrain on every node, by torchrun or SLURM")
 
 
-VERL = Tool("verl", "0.10", (r"actor_rollout_ref\..*", r"data\.train_files", r"model\.partial_pretrain"), convert)
+MARKS = (r"actor_rollout_ref\..*", r"data\.train_files", r"model\.partial_pretrain")
+VERL = Tool("verl", "0.10", MARKS, convert, counts_all_gpus=True)
