@@ -25,9 +25,9 @@ from dtrain.training import convert_recipe
 PAGE = Path(__file__).parents[1] / "docs" / "coming-from.md"
 HEAD = """# Coming from another tool
 
-`dtrain convert FILE` turns a file of another tool into a recipe. It knows files of TRL, the alignment handbook, axolotl,
-LLaMA-Factory, Unsloth, torchtune, NeMo-RL, verl and Automodel. For example, with axolotl's
-file [below](#axolotl), in which a line `lr_scheduler: rex` and one `use_mlflow: true` were added:
+`dtrain convert FILE` turns a file of another tool into a recipe. It knows files of TRL, the alignment handbook,
+axolotl, LLaMA-Factory, Unsloth, torchtune, NeMo-RL, verl and Automodel. For example, with axolotl's file
+[below](#axolotl), in which a line `lr_scheduler: rex` and one `use_mlflow: true` were added:
 
 ```text
 {shown}
@@ -37,12 +37,12 @@ file [below](#axolotl), in which a line `lr_scheduler: rex` and one `use_mlflow:
 | --- | --- |
 | `dtrain convert FILE` | print the recipe, and on stderr what could not be taken |
 | `dtrain convert FILE -o my.yaml key=value` | write it to a new file, with changes |
-| `dtrain run FILE key=value` | convert and run; `dtrain validate`, `dtrain preview` and `dtrain plan` take the file too |
+| `dtrain run FILE key=value` | convert and run; `dtrain validate FILE`, `dtrain preview FILE` and `dtrain plan FILE` too |
 
 - A comment marks each value that the file leaves to its tool, if dtrain's own default is another, and each value that
   stands in the file in another form.
-- A key that dtrain cannot express and that may change a number stops `dtrain run FILE`. The error names the key. Either set
-  dtrain's key for it on the command line, or write the recipe with `-o`, read its last lines, and run that.
+- A key that dtrain cannot express and that may change a number stops `dtrain run FILE`. The error names the key. Either
+  set dtrain's key for it on the command line, or write the recipe with `-o`, read its last lines, and run that.
 - Keys that change no number, such as trackers, are left out. The run names them.
 - The comments below a recipe say what dtrain does otherwise, although no key of the file is about it.
 - `train.global_batch` is that of one GPU. For more GPUs, multiply it by their number. The batches of NeMo-RL, verl and
@@ -51,8 +51,8 @@ file [below](#axolotl), in which a line `lr_scheduler: rex` and one `use_mlflow:
 - The same keys do not give the same bits: dtrain draws the order of rows and the start of adapters in its own way.
 - A method that dtrain does not have, such as PPO with a critic, stays in the recipe, and dtrain refuses it.
 
-`tests/config/` has tables of files from these tools' repositories. Each trains a tiny model there, or the test names the one
-thing that dtrain cannot express. `tools/coming_from.py` writes this page.
+`tests/config/` has tables of files from these tools' repositories. Each trains a tiny model there, or the test names
+the one thing that dtrain cannot express. `tools/coming_from.py` writes this page.
 """
 TRL = """\
 model_name_or_path: Qwen/Qwen3-0.6B

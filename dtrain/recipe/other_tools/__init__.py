@@ -6,6 +6,7 @@ leaves to its tool, notes on what differs, and the keys that are not carried ove
 conversion            the result, and its text
 draft                 a conversion while it is being made; every tool's module reads and writes one; lists of data
                       sets, chat templates
+effects               which keys of these tools change no number, and so do not stop a run
 hugging_face          what tools on transformers' TrainingArguments share
 trl, unsloth, axolotl, llama_factory, torchtune, verl, nemo_rl, automodel
                       a tool each: its tables of keys and defaults, and what takes more than a name
