@@ -37,7 +37,7 @@ axolotl, LLaMA-Factory, Unsloth, torchtune, NeMo-RL, verl and Automodel. For exa
 | --- | --- |
 | `dtrain convert FILE` | print the recipe, and on stderr what could not be taken |
 | `dtrain convert FILE -o my.yaml key=value` | write it to a new file, with changes |
-| `dtrain run FILE key=value` | convert and run; `dtrain validate FILE`, `dtrain preview FILE` and `dtrain plan FILE` too |
+| `dtrain run FILE key=value` | convert and run; so do `dtrain validate`, `dtrain preview` and `dtrain plan` |
 
 - A comment marks each value that the file leaves to its tool, if dtrain's own default is another, and each value that
   stands in the file in another form.
