@@ -27,6 +27,7 @@ from tests.pages import ROOT, Command
 from tests.policy.test_weights import free_port
 from tests.serve.serving import make_model, wait_until
 from tests.world import fork
+from tools import coming_from
 
 MODELS = ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-8B", "meta-llama/Llama-3.1-8B-Instruct")
 TINY = (
@@ -51,7 +52,7 @@ ADDED = {
     "eval": ["--max-new-tokens", "4", "--limit", "2", "--device", "cpu"],
     "export": [],
     "plan": ["train.global_batch=16", "data.max_length=64"],
-    **dict.fromkeys(("validate", "ls", "cat", "cp", "env", "report", "compare"), []),
+    **dict.fromkeys(("validate", "convert", "ls", "cat", "cp", "env", "report", "compare"), []),
 }
 """The commands that run as they stand, and what is added to them."""
 OTHERS = {"vllm": "vllm", "python -m sglang.launch_server": "sglang"}
@@ -328,6 +329,7 @@ def write_data(directory: Path) -> None:
     }
     for name, found in rows.items():
         (directory / name).write_text("".join(json.dumps(row) + "\n" for row in found))
+    (directory / "axolotl.yaml").write_text(coming_from.AXOLOTL)
     (directory / "alpaca.csv").write_text("instruction,output\nw3 w4,w5\nw6,w7 w8\n")
 
 
