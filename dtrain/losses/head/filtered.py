@@ -122,12 +122,12 @@ def apply_top_k_top_p(
         mask = torch.empty(rows.shape, dtype=torch.bool, device=logits.device)
         step = chunk_size or max(len(rows), 1)
         for start in range(0, len(rows), step):
-            mask[start : start + step] = kept(rows[start : start + step], top_k, top_p)
+            mask[start : start + step] = top_k_top_p_mask(rows[start : start + step], top_k, top_p)
         mask = mask.view(logits.shape)
     return logits.masked_fill(~mask, -float("inf")), mask
 
 
-def kept(logits: Tensor, top_k: int | None, top_p: float) -> Tensor:
+def top_k_top_p_mask(logits: Tensor, top_k: int | None, top_p: float) -> Tensor:
     """Return the mask of the tokens that top-k and top-p keep. `apply_top_k_top_p` defines both filters.
 
     Args:
@@ -172,7 +172,9 @@ class Exchange:
     """
 
     def __init__(self, columns: int, group: Group, device: torch.device):
-        self.group, self.size, self.rank = group, group_size(group), group_rank(group)
+        self.group = group
+        self.size = group_size(group)
+        self.rank = group_rank(group)
         self.columns = shard_sizes(columns, group, device)
 
     def _rows_per_rank(self, rows: int) -> list[int]:
@@ -193,8 +195,10 @@ class Exchange:
         send = [count * shard.shape[1] for count in rows]
         receive = [num_my_rows * columns for columns in self.columns]
         received = self._all_to_all(shard, send, receive)
-        parts = zip(received.split(receive), self.columns, strict=True)
-        return torch.cat([part.view(num_my_rows, columns) for part, columns in parts], 1)
+        parts = []  # this rank's rows over the ids of each rank
+        for part, columns in zip(received.split(receive), self.columns, strict=True):
+            parts.append(part.view(num_my_rows, columns))
+        return torch.cat(parts, 1)
 
     def to_shards(self, full_rows: Tensor, rows: int) -> Tensor:
         """Convert this rank's rows of the full vocabulary [rows/tp, V] to all rows of this rank's shard [rows, V/tp].
@@ -240,13 +244,19 @@ class FilteredRows:
     def __init__(
         self, part: LogitSource, *, group: Group, sampling: TrainingSamplingParams, masks: dict[int, Tensor] | None
     ):
-        self._part, self._sampling, self._masks = part, sampling, masks
+        self._part = part
+        self._sampling = sampling
+        self._masks = masks
         self._exchange = Exchange(part.columns, group, part.device)
-        self.leading, self.columns = part.leading, sum(self._exchange.columns)
+        self.leading = part.leading
+        self.columns = sum(self._exchange.columns)
         self.blocks: Sequence[slice] = [slice(0, self.columns)]
-        self.dtype, self.device, self.scaling = part.dtype, part.device, part.scaling
+        self.dtype = part.dtype
+        self.device = part.device
+        self.scaling = part.scaling
         self.has_own_tiles = True  # the filter makes a copy
-        self.exact_dtype, self.gradient_dtype = part.exact_dtype, part.gradient_dtype
+        self.exact_dtype = part.exact_dtype
+        self.gradient_dtype = part.gradient_dtype
 
     def indices(self) -> Iterable[Index]:
         return self._part.indices()
@@ -325,5 +335,5 @@ def _mask_of(logits: Tensor, sampling: TrainingSamplingParams) -> Tensor:
     step = _ROWS_OF_GPU if logits.is_cuda else ROWS_PER_SORT
     mask = torch.empty(logits.shape, dtype=torch.bool, device=logits.device)
     for start in range(0, len(logits), step):
-        mask[start : start + step] = kept(logits[start : start + step], sampling.top_k, sampling.top_p)
+        mask[start : start + step] = top_k_top_p_mask(logits[start : start + step], sampling.top_k, sampling.top_p)
     return mask

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from dtrain.base.fused import Fused
-from dtrain.losses.head.softmax import FormedSum, Wanted, log_softmax_, tile_statistics
+from dtrain.losses.head.softmax import FormedSum, RequestedStatistics, log_softmax_, tile_statistics
 from dtrain.losses.head.sources import HeadLogits, Scaling, tile_rows_of
 from dtrain.losses.head.vocabulary import (
     UNSHARDED,
@@ -104,8 +104,9 @@ def kl_sum_from_hidden_states(
     if jsd_beta is not None:
         check_beta(jsd_beta)
     if len(student.weight) != len(teacher.weight):
-        sizes = len(student.weight), len(teacher.weight)
-        raise ValueError(f"the student's head has {sizes[0]} tokens here, the teacher's {sizes[1]}")
+        raise ValueError(
+            f"the student's head has {len(student.weight)} tokens here, the teacher's {len(teacher.weight)}"
+        )
     shard = shard or UNSHARDED
     max_rows = rows_per_tile or tile_rows_of(student.weight, shard)
     dtype = torch.promote_types(compute_dtype(student.hidden.dtype), teacher.hidden.dtype)
@@ -114,7 +115,8 @@ def kl_sum_from_hidden_states(
         scaling = Scaling(temperature, model.softcap)
         return HeadLogits(model.hidden, model.weight, index=index, max_rows=max_rows, scaling=scaling, dtype=dtype)
 
-    tokens, teacher_logits = FormedSum(logits_of(student)), logits_of(teacher)
+    tokens = FormedSum(logits_of(student))
+    teacher_logits = logits_of(teacher)
     divergence = _Divergence(forward_share, jsd_beta)
     with torch.no_grad():
         totals = torch.zeros(3, dtype=dtype, device=index.device)
@@ -195,14 +197,14 @@ def _add_tile(tokens: FormedSum, teacher: HeadLogits, index: slice, divergence: 
     teacher_tile = teacher.tile(index, teacher.blocks[0])
     student_lse, teacher_lse = _merged_lse(student_tile.logits, teacher_tile.logits, group)
     # Computed before the logits are replaced by log-probabilities, in place.
-    slope = tokens.source.scaling.slope(student_tile.logits) if tokens.wants_gradient else None
+    slope = tokens.source.scaling.slope(student_tile.logits) if tokens.needs_gradient else None
     log_q, log_p = _log_softmax_of_both(student_tile.logits, teacher_tile.logits, student_lse, teacher_lse)
     divergences = _divergences(log_q, log_p, divergence)  # [4, t], sums over this rank's ids
     if group_size(group) > 1:
         # The gradient needs the divergences of full rows. Every rank adds the gathered parts in the same order, so the
         # sums have the same bits on every rank.
         divergences = all_gather(divergences[None], 0, group).sum(0)
-    if tokens.wants_gradient:
+    if tokens.needs_gradient:
         grad = _gradient(log_q, log_p, divergences.unsqueeze(-1), slope, divergence, tokens.source.gradient_dtype)
         tokens.source.add_gradient(student_tile, grad)
     forward, reverse, student_to_mixture, teacher_to_mixture = divergences.sum(-1)
@@ -214,10 +216,10 @@ def _add_tile(tokens: FormedSum, teacher: HeadLogits, index: slice, divergence: 
 def _merged_lse(student: Tensor, teacher: Tensor, group: Group) -> tuple[Tensor, Tensor]:
     """Return m and l of the full vocabulary for the student's and the teacher's logits [t, V/tp], [t, 2] each."""
     no_ids = torch.zeros(len(student), 0, dtype=torch.int64, device=student.device)
-    is_mine = no_ids.bool()
-    parts = torch.stack(
-        [tile_statistics(logits, no_ids, is_mine, Wanted()).stats for logits in (student, teacher)], 1
-    )  # [2 (m, l), 2 (models), t]
+    is_local = no_ids.bool()
+    student_stats = tile_statistics(student, no_ids, is_local, RequestedStatistics()).stats
+    teacher_stats = tile_statistics(teacher, no_ids, is_local, RequestedStatistics()).stats
+    parts = torch.stack([student_stats, teacher_stats], 1)  # [2 (m, l), 2 (models), t]
     if group_size(group) > 1:
         gathered = all_gather(parts[None], 0, group)  # [ranks, 2, 2, t]
         merged, _ = merge(Stats(*gathered.unbind(1)))
@@ -245,8 +247,8 @@ def _divergences(log_q: Tensor, log_p: Tensor, divergence: _Divergence) -> Tenso
     forward = log_p.exp().mul_(gap).sum(-1)
     reverse = -log_q.exp().mul_(gap).sum(-1)
     if divergence.jsd_beta is None:
-        none = torch.zeros_like(forward)
-        return torch.stack([forward, reverse, none, none])
+        zeros = torch.zeros_like(forward)
+        return torch.stack([forward, reverse, zeros, zeros])
     log_m = _log_mixture(log_q, log_p, divergence.jsd_beta)
     student_to_mixture = log_q.exp().mul_(log_q - log_m).sum(-1)
     teacher_to_mixture = log_p.exp().mul_(log_p - log_m).sum(-1)
@@ -277,12 +279,13 @@ def _gradient(
         grad = (log_q - _log_mixture(log_q, log_p, beta)).sub_(student_to_mixture)
         grad.mul_(log_q.exp_()).mul_(1 - beta)
     else:
-        share, reverse = divergence.forward_share, full_divergences[1]
-        if share < 1:
-            grad = (log_q - log_p).sub_(reverse).mul_(1 - share).add_(share).mul_(log_q.exp_())
+        # weight · (q - p) + (1 - weight) · q · (log q - log p - reverse)
+        weight, reverse = divergence.forward_share, full_divergences[1]
+        if weight < 1:
+            grad = (log_q - log_p).sub_(reverse).mul_(1 - weight).add_(weight).mul_(log_q.exp_())
         else:
             grad = log_q.exp_()  # the difference may be infinite, and 0 · inf is NaN
-        grad.sub_(log_p.exp_().mul_(share))
+        grad.sub_(log_p.exp_().mul_(weight))
     return (grad if slope is None else grad.mul_(slope)).to(dtype)
 
 
@@ -291,7 +294,7 @@ def _log_mixture(log_q: Tensor, log_p: Tensor, beta: float) -> Tensor:
     return torch.logaddexp(log_q + math.log1p(-beta), log_p + math.log(beta))
 
 
-def gather_log_shares(parts: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
+def gather_log_fractions(parts: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
     """Gather the softmax statistics of two models' logits.
 
     Args:
@@ -403,11 +406,12 @@ def generalized_jsd(student_logprobs: Tensor, teacher_logprobs: Tensor, beta: fl
         Agarwal et al., arXiv:2306.13649, equation 1.
     """
     check_beta(beta)
-    log_student_share, log_teacher_share = math.log1p(-beta), math.log(beta)
-    mixed = torch.logaddexp(student_logprobs + log_student_share, teacher_logprobs + log_teacher_share)
+    log_student_weight, log_teacher_weight = math.log1p(-beta), math.log(beta)
+    mixed = torch.logaddexp(student_logprobs + log_student_weight, teacher_logprobs + log_teacher_weight)
     outside = 1 - student_logprobs.exp().sum(-1)
-    student_to_mixed = _expected_difference(student_logprobs, student_logprobs, mixed) - log_student_share * outside
-    return beta * _expected_difference(teacher_logprobs, teacher_logprobs, mixed) + (1 - beta) * student_to_mixed
+    student_to_mixed = _expected_difference(student_logprobs, student_logprobs, mixed) - log_student_weight * outside
+    teacher_to_mixed = _expected_difference(teacher_logprobs, teacher_logprobs, mixed)
+    return beta * teacher_to_mixed + (1 - beta) * student_to_mixed
 
 
 def _expected_difference(logprobs: Tensor, first: Tensor, second: Tensor) -> Tensor:

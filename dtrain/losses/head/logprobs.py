@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dtrain.losses.head.softmax import Wanted, softmax_rows
+from dtrain.losses.head.softmax import RequestedStatistics, softmax_rows
 from dtrain.losses.head.sources import HeadLogits, Scaling
 from dtrain.losses.head.vocabulary import VocabShard, block
 
@@ -126,18 +126,20 @@ def logprobs_from_hidden_states(
         scaling=Scaling(temperature, softcap),
     )
     ids = flat_targets.index_select(0, index).unsqueeze(-1)
-    wanted = Wanted(neg_entropy=entropy or log_p2, squares=log_p2)
-    values = softmax_rows(make_source, flat, weight, ids=ids, shard=shard, wanted=wanted)
+    requested = RequestedStatistics(neg_entropy=entropy or log_p2, squares=log_p2)
+    values = softmax_rows(make_source, flat, weight, ids=ids, shard=shard, requested=requested)
 
     def in_shape_of_targets(value: Tensor) -> Tensor:
         """Scatter the values of `index` [T] to the shape of the targets, with 0 elsewhere."""
         return value.new_zeros(flat_targets.shape).index_copy(0, index, value).view(targets.shape)
 
-    return HeadLogprobs(
-        logprobs=in_shape_of_targets(values.logprobs.squeeze(-1)),
-        entropy=in_shape_of_targets(-values.neg_entropy) if entropy and values.neg_entropy is not None else None,
-        log_p2=None if values.log_p2 is None else in_shape_of_targets(values.log_p2),
-    )
+    logprobs = in_shape_of_targets(values.logprobs.squeeze(-1))
+    entropies = log_p2_of_targets = None
+    if entropy and values.neg_entropy is not None:
+        entropies = in_shape_of_targets(-values.neg_entropy)
+    if values.log_p2 is not None:
+        log_p2_of_targets = in_shape_of_targets(values.log_p2)
+    return HeadLogprobs(logprobs, entropies, log_p2_of_targets)
 
 
 def _tile_size(tokens: int, device_type: str) -> tuple[int, int]:
@@ -146,9 +148,9 @@ def _tile_size(tokens: int, device_type: str) -> tuple[int, int]:
     A tile has a fixed number of elements, so if there are few tokens it has more ids. For example, on a CPU: 512 tokens
     and 1,024 ids, or 64 tokens and 8,192 ids.
     """
-    most_rows, columns = block(device_type)
-    rows = max(1, min(most_rows, tokens))
-    return rows, max(columns, most_rows * columns // rows)
+    max_rows, columns = block(device_type)
+    rows = max(1, min(max_rows, tokens))
+    return rows, max(columns, max_rows * columns // rows)
 
 
 def _positions_with_target(targets: Tensor, vocab_size: int | None) -> Tensor:

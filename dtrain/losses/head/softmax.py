@@ -84,7 +84,7 @@ _LOG_OF_ZERO = -1e4
 
 
 @dataclass(frozen=True)
-class Wanted:
+class RequestedStatistics:
     """The optional results that `tile_statistics` computes.
 
     Attributes:
@@ -118,35 +118,35 @@ class TileStatistics(NamedTuple):
 
 @Fused
 def tile_statistics(
-    logits: Tensor, columns: Tensor, is_mine: Tensor, wanted: Wanted, overwrite: bool = False
+    logits: Tensor, columns: Tensor, is_local: Tensor, requested: RequestedStatistics, overwrite: bool = False
 ) -> TileStatistics:
     """Compute the statistics of a tile of t rows and v ids.
 
     Args:
         logits: [t, v].
         columns: Columns of the ids, [t, k].
-        is_mine: Whether the ids are in this tile, [t, k].
-        wanted: Which optional statistics to compute.
+        is_local: Whether the ids are in this tile, [t, k].
+        requested: Which optional statistics to compute.
         overwrite: Store exp(z - m) in the memory of `logits`, for `gradient_of_exps`. Not together with
-            `wanted.neg_entropy`, whose sum needs z - m and exp(z - m) at the same time.
+            `requested.neg_entropy`, whose sum needs z - m and exp(z - m) at the same time.
 
     Returns:
         The statistics over this rank's ids.
     """
-    at_ids = pick(logits, columns, is_mine, logits.dtype)
-    logit_sum = logits.sum(-1) if wanted.logit_sum else None
-    m, is_argmax = _largest(logits, columns, is_mine, wanted.is_argmax)
+    at_ids = pick(logits, columns, is_local, logits.dtype)
+    logit_sum = logits.sum(-1) if requested.logit_sum else None
+    m, is_argmax = _largest(logits, columns, is_local, requested.is_argmax)
     shifted = _shifted(logits, m[:, None], overwrite)
-    exps = shifted.exp() if wanted.neg_entropy else shifted.exp_()
+    exps = shifted.exp() if requested.neg_entropy else shifted.exp_()
     total = exps.sum(-1)
     is_empty = total == 0  # no logit, or all of them -inf
     l = torch.where(is_empty, 0, total.log())  # noqa: E741
     stats = Stats(m, l)
-    if wanted.neg_entropy:
+    if requested.neg_entropy:
         # Σ p·log p with log p = (z - m) - l and p = exp(z - m) / total
         weighted = shifted.clamp_(min=_LOG_OF_ZERO).mul_(exps).sum(-1)
         stats.neg_entropy = torch.where(is_empty, 0, weighted / total - l)
-    if wanted.squares:
+    if requested.squares:
         stats.squares = torch.where(is_empty, 0, exps.square_().sum(-1) / total.square())
     return TileStatistics(stats.pack(), at_ids, logit_sum, is_argmax)
 
@@ -270,15 +270,15 @@ def finite(m: Tensor) -> Tensor:
     return m.clamp(min=torch.finfo(m.dtype).min)
 
 
-def _largest(logits: Tensor, columns: Tensor, is_mine: Tensor, argmax: bool) -> tuple[Tensor, Tensor | None]:
+def _largest(logits: Tensor, columns: Tensor, is_local: Tensor, argmax: bool) -> tuple[Tensor, Tensor | None]:
     """Return the maximum of each row of logits [t, v] and, if `argmax`, 1 or 0 for "it is at columns[:, 0]"."""
     if not logits.shape[1]:
-        none = logits.new_zeros(len(logits)) if argmax else None
-        return logits.new_full(logits.shape[:1], -float("inf")), none
+        no_row = logits.new_zeros(len(logits)) if argmax else None
+        return logits.new_full(logits.shape[:1], -float("inf")), no_row
     if not argmax:
         return logits.amax(-1), None
     largest, argmax_columns = logits.max(-1)
-    is_argmax = (argmax_columns == columns[:, 0]) & is_mine[:, 0]
+    is_argmax = (argmax_columns == columns[:, 0]) & is_local[:, 0]
     return largest, is_argmax.to(largest.dtype)
 
 
@@ -304,7 +304,7 @@ def softmax_rows(
     *tensors: Tensor,
     ids: Tensor,
     shard: VocabShard | None = None,
-    wanted: Wanted | None = None,
+    requested: RequestedStatistics | None = None,
     masks_rows: bool = True,
 ) -> RowValues:
     """Compute log p at ids, and on request Σ p·log p and log Σ p², from any source of logits.
@@ -317,7 +317,7 @@ def softmax_rows(
         ids: Ids of the full vocabulary [*leading, k], the same on every rank. An id outside it, -100 included, has
             the log-probability 0 and no gradient.
         shard: This rank's part of the vocabulary. None if the vocabulary is not sharded.
-        wanted: Optional values to compute. None: only log p.
+        requested: Optional values to compute. None: only log p.
         masks_rows: Whether a row without a valid id has the value 0 and no gradient, even if its logits are NaN.
 
     Returns:
@@ -329,28 +329,30 @@ def softmax_rows(
         none. `FilteredRows` has collectives of its own in both.
     """
     return RowValues(
-        *_SoftmaxRows.apply(make_source, ids, shard or UNSHARDED, wanted or Wanted(), masks_rows, *tensors)
+        *_SoftmaxRows.apply(
+            make_source, ids, shard or UNSHARDED, requested or RequestedStatistics(), masks_rows, *tensors
+        )
     )
 
 
 class _SoftmaxRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, make_source, ids, shard, wanted, masks_rows, *tensors):
+    def forward(ctx, make_source, ids, shard, requested, masks_rows, *tensors):
         source = make_source(*tensors)
-        columns, is_mine = on_shard(ids, shard.start, source.columns)
-        num_stats = 2 + int(wanted.neg_entropy) + int(wanted.squares)  # the fields that `Stats.pack` stacks
+        columns, is_local = on_shard(ids, shard.start, source.columns)
+        num_stats = 2 + int(requested.neg_entropy) + int(requested.squares)  # the fields that `Stats.pack` stacks
         # Initialised with zeros, because `FilteredRows` computes only some of the rows on this rank. The other rows
         # keep m = l = 0 and a logit of 0, so their log-probability is 0. `filtered_logprobs` then sums over the ranks.
         packed = torch.zeros(num_stats, *source.leading, dtype=source.dtype, device=source.device)
         at_ids = torch.zeros(ids.shape, dtype=source.dtype, device=source.device)
-        can_overwrite = source.has_own_tiles and not wanted.neg_entropy
+        can_overwrite = source.has_own_tiles and not requested.neg_entropy
         for index in source.indices():
             parts = []  # the rows' statistics over each block of ids
             for block in source.blocks:
                 tile = source.tile(index, block)
                 rows = tile.index
-                block_columns, in_block = _in_block(columns, is_mine, rows, block)
-                found = tile_statistics(tile.logits, block_columns, in_block, wanted, can_overwrite)
+                block_columns, in_block = _in_block(columns, is_local, rows, block)
+                found = tile_statistics(tile.logits, block_columns, in_block, requested, can_overwrite)
                 parts.append(found.stats)
                 at_ids[rows] += found.at_ids.view(at_ids[rows].shape)  # 0 in every block but that of the id
                 del tile  # before the next one is computed
@@ -363,7 +365,9 @@ class _SoftmaxRows(torch.autograd.Function):
         stats = merged.stats
         valid = (ids >= 0) & (ids < merged.vocab_size)
         is_live = valid.any(-1) if masks_rows else torch.ones(source.leading, dtype=torch.bool, device=source.device)
-        logprobs = torch.where(valid, (at_ids - finite(stats.m).unsqueeze(-1)) - stats.l.unsqueeze(-1), 0)
+        # log p = z - m - l, in this order, because m + l would lose digits of l
+        m, l = finite(stats.m).unsqueeze(-1), stats.l.unsqueeze(-1)  # noqa: E741
+        logprobs = torch.where(valid, (at_ids - m) - l, 0)
         neg_entropy = None if stats.neg_entropy is None else torch.where(is_live, stats.neg_entropy, 0)
         log_p2 = None if stats.squares is None else torch.where(is_live, stats.squares.log(), 0)
         if log_p2 is not None:
@@ -371,14 +375,14 @@ class _SoftmaxRows(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         if any(ctx.needs_input_grad):
             lse = torch.stack([stats.m, stats.l], -1)
-            ctx.save_for_backward(columns, is_mine, valid, is_live, lse, stats.neg_entropy, *tensors)
+            ctx.save_for_backward(columns, is_local, valid, is_live, lse, stats.neg_entropy, *tensors)
             ctx.make_source, ctx.masks_rows = make_source, masks_rows
         return logprobs, neg_entropy, log_p2
 
     @staticmethod
     def backward(ctx, by_logprobs, by_neg_entropy, _by_log_p2):
-        columns, is_mine, valid, is_live, lse, neg_entropy, *tensors = ctx.saved_tensors
-        not_tensors = (None,) * 5  # make_source, ids, shard, wanted and masks_rows have no gradient
+        columns, is_local, valid, is_live, lse, neg_entropy, *tensors = ctx.saved_tensors
+        not_tensors = (None,) * 5  # make_source, ids, shard, requested and masks_rows have no gradient
         if by_logprobs is None and by_neg_entropy is None:
             return *not_tensors, *(None for _ in tensors)
         source = ctx.make_source(*tensors)
@@ -397,7 +401,7 @@ class _SoftmaxRows(torch.autograd.Function):
             for block in source.blocks:
                 tile = source.tile(index, block, live_rows)
                 rows = tile.index
-                block_columns, in_block = _in_block(columns, is_mine, rows, block)
+                block_columns, in_block = _in_block(columns, is_local, rows, block)
                 coefficients = GradientCoefficients(
                     times_p=times_p[rows].reshape(-1, 1),
                     at_ids=torch.where(in_block, rows_of(by_logprobs, rows), 0),
@@ -432,10 +436,10 @@ def _merge_with_ids(stats: Stats, columns: int, shard: VocabShard, at_ids: Tenso
     return merged, at_ids
 
 
-def _in_block(columns: Tensor, is_mine: Tensor, index: Index, block: slice) -> tuple[Tensor, Tensor]:
+def _in_block(columns: Tensor, is_local: Tensor, index: Index, block: slice) -> tuple[Tensor, Tensor]:
     """Return the ids' columns within a block [t, k], and whether the ids are in it. Column 0 if not."""
     block_columns, in_block = on_shard(rows_of(columns, index), block.start, block.stop - block.start)
-    return block_columns, in_block & rows_of(is_mine, index)
+    return block_columns, in_block & rows_of(is_local, index)
 
 
 # ---- sums over tokens whose gradient is formed in the forward
@@ -445,30 +449,31 @@ class FormedSum:
     """A sum over tokens whose gradient is computed in the forward, tile by tile, while each tile's logits exist.
 
     Usage: create it (outside of `torch.no_grad`, because it checks whether gradients are enabled), then for each tile
-    add to the sum, and if `wants_gradient` call `source.add_gradient`. Finally return `with_gradient(total)`.
+    add to the sum, and if `needs_gradient` call `source.add_gradient`. Finally return `with_gradient(total)`.
 
     Attributes:
         source: The logits, tile by tile.
-        wants_gradient: Whether hidden states or weight need a gradient.
+        needs_gradient: Whether hidden states or weight need a gradient.
     """
 
     def __init__(self, source: HeadLogits):
         self.source = source
         needed = [torch.is_grad_enabled() and tensor.requires_grad for tensor in source.inputs]
-        self.wants_gradient = any(needed)
+        self.needs_gradient = any(needed)
         source.begin_gradients(needed)
 
     def with_gradient(self, total: Tensor) -> Tensor:
         """Return `total`, a scalar, with a backward that returns the added gradients times its upstream gradient."""
-        if not self.wants_gradient:
+        if not self.needs_gradient:
             return total
-        return _WithGradient.apply(*self.source.inputs, total, *self.source.take_sums())
+        return _WithGradient.apply(*self.source.inputs, total, *self.source.take_gradients())
 
 
 class _WithGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, total, hidden_grad, weight_grad):
-        ctx.gradient, ctx.weight_dtype = (hidden_grad, weight_grad), weight.dtype
+        ctx.gradient = hidden_grad, weight_grad
+        ctx.weight_dtype = weight.dtype
         return total.clone()
 
     @staticmethod

@@ -70,8 +70,10 @@ class Scaling:
 
     def slope(self, logits: Tensor) -> Tensor | float | None:
         """Return d logits / d product at logits [t, V], as a new tensor [t, V] or a number. None means 1."""
+        if self.softcap is None and self.temperature == 1.0:
+            return None
         if self.softcap is None:
-            return None if self.temperature == 1.0 else 1.0 / self.temperature
+            return 1.0 / self.temperature
         # The derivative of softcap · tanh(product / softcap) / temperature is (1 - tanh²) / temperature. Top-k and
         # top-p set logits to -inf. The clamp makes tanh -1 there, and the slope 0.
         tanh = (logits * (self.temperature / self.softcap)).clamp_(-1, 1)
@@ -261,9 +263,11 @@ class HeadLogits:
         self._weight_grad: Tensor | None = None
 
     def indices(self) -> Iterable[Index]:
-        starts = range(0, len(self.index), self._max_rows)
-        ends = [min(start + self._max_rows, len(self.index)) for start in starts]
-        return uniform_iterations([slice(start, end) for start, end in zip(starts, ends, strict=True)], self.hidden)
+        num_rows = len(self.index)
+        slices = []
+        for start in range(0, num_rows, self._max_rows):
+            slices.append(slice(start, min(start + self._max_rows, num_rows)))
+        return uniform_iterations(slices, self.hidden)
 
     def tile(self, index: Index, block: slice, is_live: Tensor | None = None) -> Tile:
         rows = self.hidden.index_select(0, self.index[index]).to(self.gradient_dtype)
@@ -300,19 +304,19 @@ class HeadLogits:
             add_product_(self._weight_grad[tile.block], grad.t(), tile.rows)
 
     def gradients(self) -> tuple[Tensor | None, ...]:
-        weight_grad = self._weight_grad
-        return self._hidden_grad, None if weight_grad is None else weight_grad.to(self.weight.dtype)
+        weight_grad = None if self._weight_grad is None else self._weight_grad.to(self.weight.dtype)
+        return self._hidden_grad, weight_grad
 
-    def take_sums(self) -> tuple[Tensor | None, Tensor | None]:
+    def take_gradients(self) -> tuple[Tensor | None, Tensor | None]:
         """Return the gradients, the weight's still in the compute dtype, and drop the references to them."""
-        sums = self._hidden_grad, self._weight_grad
+        gradients = self._hidden_grad, self._weight_grad
         self._hidden_grad = self._weight_grad = None
-        return sums
+        return gradients
 
 
 def head_tile_rows(columns: int, device_type: str) -> int:
     """Return the number of rows of a tile that is computed from a head's weight with `columns` ids."""
-    rows = tile_rows(columns, device_type, blocks=4, least=64)
+    rows = tile_rows(columns, device_type, blocks=4, min_rows=64)
     if device_type == "cpu" or rows < 128:
         return rows
     return round(rows / 128) * 128  # matrix products of a GPU work on blocks of 128 rows
@@ -330,8 +334,10 @@ def tile_rows_of(weight: Tensor, shard: VocabShard) -> int:
     Collectives:
         One exchange of shard sizes on the host if `shard.largest` is None.
     """
-    sizes = shard_sizes(len(weight), shard.group, weight.device) if shard.largest is None else [shard.largest]
-    return head_tile_rows(max(sizes), weight.device.type)
+    largest = shard.largest
+    if largest is None:
+        largest = max(shard_sizes(len(weight), shard.group, weight.device))
+    return head_tile_rows(largest, weight.device.type)
 
 
 def as_tuple(index: Index) -> tuple[Any, ...]:

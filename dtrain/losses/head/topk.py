@@ -17,7 +17,7 @@ from dtrain.losses.head.kl import check_share, forward_kl, generalized_jsd, reve
 from dtrain.losses.head.softmax import (
     FormedSum,
     GradientCoefficients,
-    Wanted,
+    RequestedStatistics,
     finite,
     gradient_of_logits,
     tile_statistics,
@@ -87,11 +87,11 @@ class TopkKlSums(NamedTuple):
 
     Attributes:
         total: The loss. Differentiable.
-        inside: The student's probability of the teacher's top-k tokens.
+        topk_probability: The student's probability of the teacher's top-k tokens.
     """
 
     total: Tensor
-    inside: Tensor
+    topk_probability: Tensor
 
 
 def topk_kl_sum_from_hidden_states(
@@ -169,9 +169,9 @@ def topk_kl_sum_from_hidden_states(
         return value
 
     needs_entropy = zero_outside and forward_share < 1 and jsd_beta is None
-    wanted = Wanted(neg_entropy=needs_entropy)
-    total, inside = _topk_kl_sums(tokens, teacher_logits, teacher_ids, divergence, wanted, shard)
-    return TopkKlSums(tokens.with_gradient(total), inside)
+    requested = RequestedStatistics(neg_entropy=needs_entropy)
+    total, topk_probability = _topk_kl_sums(tokens, teacher_logits, teacher_ids, divergence, requested, shard)
+    return TopkKlSums(tokens.with_gradient(total), topk_probability)
 
 
 @torch.no_grad()
@@ -180,7 +180,7 @@ def _topk_kl_sums(
     teacher_logits: Tensor,
     ids: Tensor,
     divergence: Callable[..., Tensor],
-    wanted: Wanted,
+    requested: RequestedStatistics,
     shard: VocabShard,
 ) -> tuple[Tensor, Tensor]:
     """Return the sums of the divergence and of the student's probability of the K tokens.
@@ -190,23 +190,26 @@ def _topk_kl_sums(
     """
     source = tokens.source
     total = torch.zeros((), dtype=source.dtype, device=source.device)
-    inside = torch.zeros_like(total)
+    topk_probability = torch.zeros_like(total)
 
     # A function, so that every tensor of a tile is freed before the next tile is computed.
     def add_tile(rows: slice) -> None:
-        columns, is_mine = on_shard(ids[rows], shard.start, source.columns)  # [t, K]
+        columns, is_local = on_shard(ids[rows], shard.start, source.columns)  # [t, K]
         tile = source.tile(rows, source.blocks[0])
-        found = tile_statistics(tile.logits, columns, is_mine, wanted)
+        found = tile_statistics(tile.logits, columns, is_local, requested)
         merged = merge_over(Stats(*found.stats), source.columns, shard.group, found.at_ids.t())
         stats = merged.stats
         at_ids = merged.extra.t() - finite(stats.m)[:, None]  # relative to the maximum, as l is: log p = at_ids - l
-        leaves = [leaf.detach().requires_grad_() for leaf in (at_ids, stats.l, stats.neg_entropy) if leaf is not None]
+        # The numbers of a row that the divergence reads.
+        leaves = [at_ids.detach().requires_grad_(), stats.l.detach().requires_grad_()]
+        if stats.neg_entropy is not None:
+            leaves.append(stats.neg_entropy.detach().requires_grad_())
         with torch.enable_grad():
             values = divergence(teacher_logits[rows], *leaves)
             slopes = torch.autograd.grad(values.sum(), leaves, allow_unused=True, materialize_grads=True)
         total.add_(values.detach().sum())
-        inside.add_((at_ids - stats.l[:, None]).exp().sum())
-        if not tokens.wants_gradient:
+        topk_probability.add_((at_ids - stats.l[:, None]).exp().sum())
+        if not tokens.needs_gradient:
             return
         by_ids, by_lse, *by_entropy = slopes
         # d lse / dz_v = p_v, and d Σ p·log p / dz_v = p_v · (log p_v - Σ p·log p).
@@ -215,7 +218,7 @@ def _topk_kl_sums(
             times_p_log_p = by_entropy[0][:, None]
             times_p = by_lse - by_entropy[0] * stats.neg_entropy
         coefficients = GradientCoefficients(
-            times_p[:, None], at_ids=torch.where(is_mine, by_ids, 0), times_p_log_p=times_p_log_p
+            times_p[:, None], at_ids=torch.where(is_local, by_ids, 0), times_p_log_p=times_p_log_p
         )
         lse = torch.stack([stats.m, stats.l], -1)
         grad = gradient_of_logits(
@@ -226,7 +229,7 @@ def _topk_kl_sums(
 
     for rows in source.indices():
         add_tile(rows)
-    return total, inside
+    return total, topk_probability
 
 
 def topk_over_shards(
@@ -305,15 +308,15 @@ def local_topk(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     # rows, the logits that are at least as large as the k-th are sorted. (On a GPU the check would wait for the
     # device.)
     values, columns = logits.topk(k + 1, -1)
-    ties = (values[..., 1:] == values[..., :-1]).any(-1)
+    has_ties = (values[..., 1:] == values[..., :-1]).any(-1)
     values, columns = values[..., :k], columns[..., :k]
-    if ties.any():
-        tied = logits[ties]  # [n, v]
-        rows, candidates = (~(tied < values[ties][:, -1:])).nonzero().unbind(1)  # by row, then by column
+    if has_ties.any():
+        tied = logits[has_ties]  # [n, v]
+        rows, candidates = (~(tied < values[has_ties][:, -1:])).nonzero().unbind(1)  # by row, then by column
         at_candidates = tied[rows, candidates]
         by_value = at_candidates.sort(descending=True, stable=True).indices
         order = by_value[rows[by_value].sort(stable=True).indices]  # by row, then by value, then by column
         counts = rows.bincount()
         first = order[(counts.cumsum(0) - counts)[:, None] + torch.arange(k)]  # [n, k]
-        values[ties], columns[ties] = at_candidates[first], candidates[first]
+        values[has_ties], columns[has_ties] = at_candidates[first], candidates[first]
     return values, columns

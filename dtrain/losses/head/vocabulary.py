@@ -9,7 +9,7 @@ example,
     rank 0: z = [1, 3]   m = 3, l = log(exp(-2) + 1) = 0.127
     rank 1: z = [2]      m = 2, l = 0
 
-the full vocabulary has m = 3 and l = log(exp(0.127) + exp(2 - 3 + 0)) = 0.408. Rank 0's share of the probability is
+the full vocabulary has m = 3 and l = log(exp(0.127) + exp(2 - 3 + 0)) = 0.408. Rank 0's fraction of the probability is
 exp(0.127 - 0.408) = 0.755, rank 1's is exp(-1 - 0.408) = 0.245.
 
 Reference: Milakov and Gimelshein, Online normalizer calculation for softmax, arXiv:1805.02867.
@@ -38,7 +38,7 @@ def block(device_type: str) -> tuple[int, int]:
     return _BLOCK.get(device_type, _BLOCK["cuda"])
 
 
-def tile_rows(columns: int, device_type: str, *, blocks: int = 2, least: int = 8) -> int:
+def tile_rows(columns: int, device_type: str, *, blocks: int = 2, min_rows: int = 8) -> int:
     """Return the number of rows of a tile that has all columns.
 
     For example, a CPU's block has 512 · 1024 elements, so for 65,536 ids a tile of 2 blocks has 16 rows.
@@ -46,14 +46,14 @@ def tile_rows(columns: int, device_type: str, *, blocks: int = 2, least: int = 8
     Args:
         columns: Ids on this rank.
         device_type: "cpu", "cuda", ...
-        blocks: Size of the tile on a CPU, as a multiple of `block`. The defaults of `blocks` and `least` are for
+        blocks: Size of the tile on a CPU, as a multiple of `block`. The defaults of `blocks` and `min_rows` are for
             existing logits. Tiles that are computed from the head's weight are larger (`sources.head_tile_rows`): every
             tile reads the full weight, and a product with few rows is limited by that.
-        least: Smallest number of rows.
+        min_rows: Smallest number of rows.
     """
     tokens, ids = block(device_type)
     elements = tokens * ids * (blocks if device_type == "cpu" else 1)
-    return max(least, elements // max(columns, 1))
+    return max(min_rows, elements // max(columns, 1))
 
 
 def tiles(shape: torch.Size, rows: int) -> Iterator[tuple[int | slice, ...]]:
@@ -166,8 +166,9 @@ def shard_sizes(columns: int, group: Group, device: torch.device) -> list[int]:
     """
     if group_size(group) == 1:
         return [columns]
-    on_host = torch.device("cpu") in get_group_devices(group)
-    return all_gather(torch.full((1,), columns, device="cpu" if on_host else device), 0, group).tolist()
+    has_cpu_backend = torch.device("cpu") in get_group_devices(group)
+    message = torch.full((1,), columns, device="cpu" if has_cpu_backend else device)
+    return all_gather(message, 0, group).tolist()
 
 
 def on_shard(ids: Tensor, start: int | Tensor, columns: int) -> tuple[Tensor, Tensor]:
@@ -184,21 +185,21 @@ def on_shard(ids: Tensor, start: int | Tensor, columns: int) -> tuple[Tensor, Te
         Columns [...], 0 for ids of other shards, and whether each id is in this shard, bool [...].
     """
     local = ids - start
-    is_mine = (local >= 0) & (local < columns)
-    return torch.where(is_mine, local, 0), is_mine
+    is_local = (local >= 0) & (local < columns)
+    return torch.where(is_local, local, 0), is_local
 
 
-def pick(logits: Tensor, columns: Tensor, is_mine: Tensor, dtype: torch.dtype) -> Tensor:
+def pick(logits: Tensor, columns: Tensor, is_local: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the logits at given columns.
 
     Args:
         logits: [..., v]. v may be 0.
         columns: [..., k].
-        is_mine: [..., k] bool, False for ids of other shards.
+        is_local: [..., k] bool, False for ids of other shards.
         dtype: Dtype of the result.
 
     Returns:
-        [..., k], 0 where `is_mine` is False.
+        [..., k], 0 where `is_local` is False.
 
     Example:
         >>> pick(torch.tensor([5.0, 7.0]), torch.tensor([1, 0]), torch.tensor([True, False]), torch.float32)
@@ -206,7 +207,7 @@ def pick(logits: Tensor, columns: Tensor, is_mine: Tensor, dtype: torch.dtype) -
     """
     if not logits.shape[-1]:
         return torch.zeros(columns.shape, dtype=dtype, device=logits.device)
-    return torch.where(is_mine, logits.gather(-1, columns).to(dtype), 0)
+    return torch.where(is_local, logits.gather(-1, columns).to(dtype), 0)
 
 
 def add_at_(tile: Tensor, columns: Tensor, values: Tensor) -> None:
@@ -233,7 +234,8 @@ class Stats:
 
     def pack(self) -> Tensor:
         """Stack the fields that are not None, [2 to 4, ...]. `Stats(*packed)` unpacks them."""
-        return torch.stack([part for part in (self.m, self.l, self.neg_entropy, self.squares) if part is not None])
+        fields = (self.m, self.l, self.neg_entropy, self.squares)
+        return torch.stack([values for values in fields if values is not None])
 
 
 def merge(parts: Stats) -> tuple[Stats, Tensor]:
@@ -243,29 +245,29 @@ def merge(parts: Stats) -> tuple[Stats, Tensor]:
         parts: Statistics of n parts, [n, ...] each.
 
     Returns:
-        The statistics of the full vocabulary [...], and the logarithm of each part's share of the probability,
+        The statistics of the full vocabulary [...], and the logarithm of each part's fraction of the probability,
         [n, ...].
 
     Example:
         The module's docstring has the numbers.
 
-        >>> merged, log_share = merge(Stats(m=torch.tensor([3.0, 2.0]), l=torch.tensor([0.1269, 0.0])))
-        >>> merged.m, merged.l, log_share.exp()
+        >>> merged, log_fraction = merge(Stats(m=torch.tensor([3.0, 2.0]), l=torch.tensor([0.1269, 0.0])))
+        >>> merged.m, merged.l, log_fraction.exp()
         (tensor(3.), tensor(0.4076), tensor([0.7553, 0.2447]))
     """
     m = parts.m.amax(0)
     delta = torch.where(parts.m == -float("inf"), -float("inf"), parts.m - m) + parts.l
-    # If all logits of a row are -inf, l is 0, as in each part. Its shares are then exp(-inf) = 0 and not NaN.
+    # If all logits of a row are -inf, l is 0, as in each part. Its fractions are then exp(-inf) = 0 and not NaN.
     l = torch.where(m == -float("inf"), 0, delta.logsumexp(0))  # noqa: E741
-    log_share = delta - l
-    share = log_share.exp()
+    log_fraction = delta - l
+    fraction = log_fraction.exp()
     merged = Stats(m, l)
     if parts.neg_entropy is not None:
-        # log p of the full vocabulary is log p of the part plus the part's log share.
-        merged.neg_entropy = torch.where(share == 0, 0, share * (parts.neg_entropy + log_share)).sum(0)
+        # log p of the full vocabulary is log p of the part plus the log of the part's fraction.
+        merged.neg_entropy = torch.where(fraction == 0, 0, fraction * (parts.neg_entropy + log_fraction)).sum(0)
     if parts.squares is not None:
-        merged.squares = (share.square() * parts.squares).sum(0)
-    return merged, log_share
+        merged.squares = (fraction.square() * parts.squares).sum(0)
+    return merged, log_fraction
 
 
 class Merged(NamedTuple):
@@ -306,19 +308,20 @@ def merge_over(
         One all-gather of (2 to 4) + k + j numbers per row. Summing gathered numbers in the order of the ranks gives the
         same bits on every rank.
     """
-    none = stats.m.new_empty(0, *stats.m.shape)
-    extra = none if extra is None else extra
-    at_largest = none if at_largest is None else at_largest
+    no_numbers = stats.m.new_empty(0, *stats.m.shape)
+    extra = no_numbers if extra is None else extra
+    at_largest = no_numbers if at_largest is None else at_largest
     size = group_size(group)
     if size == 1:
         return Merged(stats, extra, columns, at_largest)
-    own = stats.pack()
-    message = torch.cat([own.flatten(), extra.flatten(), at_largest.flatten(), own.new_full((1,), columns)])
+    packed = stats.pack()
+    message = torch.cat([packed.flatten(), extra.flatten(), at_largest.flatten(), packed.new_full((1,), columns)])
     gathered = all_gather(message, 0, group).view(size, -1)
-    counts = [len(own), len(extra), len(at_largest)]
-    parts, extras, candidates = gathered[:, :-1].view(size, sum(counts), *stats.m.shape).split(counts, 1)
+    counts = [len(packed), len(extra), len(at_largest)]
+    numbers, columns_of_ranks = gathered[:, :-1], gathered[:, -1]
+    parts, extras, candidates = numbers.view(size, sum(counts), *stats.m.shape).split(counts, 1)
     merged, _ = merge(Stats(*parts.unbind(1)))
     if len(at_largest):
         rank_of_largest = parts[:, 0].argmax(0).expand(1, *at_largest.shape)  # argmax returns the first of equal ones
         at_largest = candidates.gather(0, rank_of_largest).squeeze(0)
-    return Merged(merged, extras.sum(0), gathered[:, -1].sum(), at_largest)
+    return Merged(merged, extras.sum(0), columns_of_ranks.sum(), at_largest)

@@ -23,7 +23,7 @@ from torch import Tensor
 from dtrain.losses.head.softmax import (
     FormedSum,
     GradientCoefficients,
-    Wanted,
+    RequestedStatistics,
     finite,
     gradient_of_exps,
     tile_statistics,
@@ -191,16 +191,16 @@ def _token_sums(
     source = tokens.source
     total = torch.zeros((), dtype=source.dtype, device=targets.device)
     correct = torch.zeros_like(total)
-    wanted = Wanted(logit_sum=smoothing > 0, is_argmax=counts)
+    requested = RequestedStatistics(logit_sum=smoothing > 0, is_argmax=counts)
 
     # A function, so that every tensor of a tile is freed before the next tile is computed.
     def add_tile(index: slice) -> None:
         tile = source.tile(index, source.blocks[0])
-        columns, is_mine = on_shard(targets[index, None], shard.start, source.columns)  # [t, 1]
+        columns, is_local = on_shard(targets[index, None], shard.start, source.columns)  # [t, 1]
         # Computed before `tile_statistics`, which overwrites the logits with exp(z - m').
-        slope = source.scaling.slope(tile.logits) if tokens.wants_gradient else None
+        slope = source.scaling.slope(tile.logits) if tokens.needs_gradient else None
         overwrite = True
-        found = tile_statistics(tile.logits, columns, is_mine, wanted, overwrite)
+        found = tile_statistics(tile.logits, columns, is_local, requested, overwrite)
         stats = Stats(*found.stats)  # m' and l' of this rank's ids
         sums = [found.at_ids[:, 0]]
         if found.logit_sum is not None:
@@ -209,11 +209,11 @@ def _token_sums(
         is_argmax = None if found.is_argmax is None else found.is_argmax[None]
         merged = merge_over(stats, source.columns, shard.group, torch.stack(sums), is_argmax)
         weights = token_weights[index]
-        values, coefficients = _values_of_rows(merged, weights, loss, smoothing, is_mine)
+        values, coefficients = _values_of_rows(merged, weights, loss, smoothing, is_local)
         total.add_((weights * values).sum())
         if counts:
             correct.add_(merged.at_largest.sum())
-        if tokens.wants_gradient:
+        if tokens.needs_gradient:
             # log p = z - m - l = (z - m') + log_scale
             log_scale = (finite(stats.m) - finite(merged.stats.m) - merged.stats.l)[:, None]
             grad = gradient_of_exps(tile.logits, log_scale, coefficients, columns, slope, source.gradient_dtype)
@@ -226,7 +226,7 @@ def _token_sums(
 
 
 def _values_of_rows(
-    merged: Merged, weights: Tensor, loss: TokenLossFn | None, smoothing: float, is_mine: Tensor
+    merged: Merged, weights: Tensor, loss: TokenLossFn | None, smoothing: float, is_local: Tensor
 ) -> tuple[Tensor, GradientCoefficients]:
     """Return the loss of each row [t], and the coefficients of the gradient of weight · loss.
 
@@ -235,7 +235,7 @@ def _values_of_rows(
         weights: The weights of the rows, [t].
         loss: See `TokenLossFn`. None: log p.
         smoothing: ε of label smoothing.
-        is_mine: Whether this rank has the target, [t, 1].
+        is_local: Whether this rank has the target, [t, 1].
     """
     m, l = finite(merged.stats.m), merged.stats.l  # noqa: E741
     logprobs = merged.extra[0] - m - l
@@ -252,7 +252,7 @@ def _values_of_rows(
         by_mean = -smoothing * weights
         at_all_ids = (by_mean / merged.vocab_size)[:, None]
     times_p = -(by_target + by_mean)
-    coefficients = GradientCoefficients(times_p[:, None], at_ids=by_target[:, None] * is_mine, at_all_ids=at_all_ids)
+    coefficients = GradientCoefficients(times_p[:, None], at_ids=by_target[:, None] * is_local, at_all_ids=at_all_ids)
     return values, coefficients
 
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dtrain.base.fused import Fused
-from dtrain.losses.head.kl import gather_log_shares
-from dtrain.losses.head.softmax import Wanted, log_softmax, softmax_rows, tile_statistics
+from dtrain.losses.head.kl import gather_log_fractions
+from dtrain.losses.head.softmax import RequestedStatistics, log_softmax, softmax_rows, tile_statistics
 from dtrain.losses.head.sources import GivenLogits, Scaling, rows_of
 from dtrain.losses.head.vocabulary import (
     Group,
@@ -187,7 +187,7 @@ def _lse_of(source: GivenLogits, group: Group) -> Tensor:
 def _statistics(logits: Tensor) -> Tensor:
     """Return m and l of a tile's logits [t, v], [2, t]."""
     no_ids = torch.zeros(len(logits), 0, dtype=torch.int64, device=logits.device)
-    return tile_statistics(logits, no_ids, no_ids.bool(), Wanted()).stats
+    return tile_statistics(logits, no_ids, no_ids.bool(), RequestedStatistics()).stats
 
 
 def _log_softmax(logits: Tensor, group: Group, temperature: float = 1.0) -> Tensor:
@@ -282,7 +282,7 @@ class ChunkedDistributedEntropy:
             logits,
             ids=no_ids,
             shard=VocabShard(0, tp_group),
-            wanted=Wanted(neg_entropy=True),
+            requested=RequestedStatistics(neg_entropy=True),
             masks_rows=False,
         )
         assert values.neg_entropy is not None
@@ -298,11 +298,10 @@ class _CrossEntropy(torch.autograd.Function):
         parts = torch.zeros(5, *student.leading, dtype=student.dtype, device=student.device)
         for index in student.indices():
             rows = parts[:, *index]
-            rows.copy_(
-                _cross_statistics(
-                    student.tile(index, student.blocks[0]).logits, target.tile(index, target.blocks[0]).logits
-                ).view(rows.shape)
-            )
+            student_tile = student.tile(index, student.blocks[0])
+            target_tile = target.tile(index, target.blocks[0])
+            rows.copy_(_cross_statistics(student_tile.logits, target_tile.logits).view(rows.shape))
+            del student_tile, target_tile  # before the next ones are computed
         value, lse, target_lse = _merge_cross(parts, group)
         if ctx.needs_input_grad[0]:
             ctx.save_for_backward(student_logits, target_logits, lse, target_lse)
@@ -368,11 +367,11 @@ def _merge_cross(parts: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
     """
     if group_size(group) == 1:
         return -parts[4], torch.stack([parts[0], parts[1]], -1), torch.stack([parts[2], parts[3]], -1)
-    log_students, log_targets, (crossed,) = gather_log_shares(parts, group)
-    share, rank = log_targets.exp(), group_rank(group)
-    # log q over the full vocabulary is log q over a rank's ids plus the log of these ids' share of q.
-    value = -torch.where(share == 0, 0, share * (crossed + log_students)).sum(0)
-    # m + l of the full vocabulary is m + l of a rank's ids minus the log of their share.
+    log_students, log_targets, (crossed,) = gather_log_fractions(parts, group)
+    fraction, rank = log_targets.exp(), group_rank(group)
+    # log q over the full vocabulary is log q over a rank's ids plus the log of these ids' fraction of q.
+    value = -torch.where(fraction == 0, 0, fraction * (crossed + log_students)).sum(0)
+    # m + l of the full vocabulary is m + l of a rank's ids minus the log of their fraction.
     lse = torch.stack([parts[0], parts[1] - log_students[rank]], -1)
     target_lse = torch.stack([parts[2], parts[3] - log_targets[rank]], -1)
     return value, lse, target_lse

@@ -177,12 +177,12 @@ def dtensor_from_parallel_logits_to_logprobs(
     sharded_position.scatter_(0, seq_index, torch.arange(length, device=seq_index.device))
     in_natural_order = ids[:, sharded_position]
     following = next_tokens(in_natural_order)[:, seq_index]
-    mine = slice(cp_group.rank() * local, (cp_group.rank() + 1) * local)
-    logprobs = logprobs_of_targets(vocab_parallel_logits, following[:, mine], *arguments)
+    local_positions = slice(cp_group.rank() * local, (cp_group.rank() + 1) * local)
+    logprobs = logprobs_of_targets(vocab_parallel_logits, following[:, local_positions], *arguments)
     gathered = all_gather(logprobs.detach(), 1, cp_group)[:, sharded_position]
     # The gathered values have no gradient. Insert this rank's values again, with their graph: the other ranks
     # differentiate their own values.
-    return gathered.index_copy(1, seq_index[mine], logprobs)[:, :-1]
+    return gathered.index_copy(1, seq_index[local_positions], logprobs)[:, :-1]
 
 
 def _context_group(target: Tensor | DTensor) -> Group:
@@ -522,27 +522,27 @@ def from_parallel_logits_to_logprobs_packed_sequences(
             f"target has {target.shape[-1]} tokens and the logits {local} on each of {size} cp ranks, with "
             f"target_is_pre_rolled={target_is_pre_rolled}"
         )
-    ends = cu_seqlens_padded.to(vocab_parallel_logits.device, torch.int64)
+    cu_seqlens = cu_seqlens_padded.to(vocab_parallel_logits.device, torch.int64)
     # Treat the tokens after the last sequence as one more sequence, which is not returned.
-    ends = torch.cat([ends, ends.new_full((1,), tokens)])
-    _check(ends, size, unpacked_seqlen)
-    starts, lengths = ends[:-2], ends.diff()[:-1]
+    cu_seqlens = torch.cat([cu_seqlens, cu_seqlens.new_full((1,), tokens)])
+    _check(cu_seqlens, size, unpacked_seqlen)
+    starts, lengths = cu_seqlens[:-2], cu_seqlens.diff()[:-1]
     if target_is_pre_rolled:
         following = target.flatten()
     else:
-        following = _next_in_sequence(target.flatten(), ends)
+        following = _next_in_sequence(target.flatten(), cu_seqlens)
         if size > 1:
-            following = following[get_rank_positions(ends, tokens, group_rank(cp_group), size)]
+            following = following[get_rank_positions(cu_seqlens, tokens, group_rank(cp_group), size)]
     arguments = (vocab_start_index, vocab_end_index, group, inference_only, chunk_size, sampling_params)
     logprobs = logprobs_of_targets(vocab_parallel_logits, following[None], *arguments).squeeze(0)  # [T/cp]
     if size > 1:
         logprobs = gather_along(logprobs, 0, cp_group)  # [T], rank after rank
         # Invert the permutation to natural order: packed position -> index in the gathered values.
-        packed_position = torch.cat([get_rank_positions(ends, tokens, rank, size) for rank in range(size)])
+        packed_position = torch.cat([get_rank_positions(cu_seqlens, tokens, rank, size) for rank in range(size)])
         gathered_index = torch.empty_like(packed_position)
-        gathered_index.scatter_(0, packed_position, torch.arange(tokens, device=ends.device))
+        gathered_index.scatter_(0, packed_position, torch.arange(tokens, device=cu_seqlens.device))
         logprobs = logprobs.index_select(0, gathered_index)
-    offsets = torch.arange(unpacked_seqlen - 1, device=ends.device)
+    offsets = torch.arange(unpacked_seqlen - 1, device=cu_seqlens.device)
     has_next = offsets < lengths[:, None] - 1  # [B, unpacked_seqlen - 1]
     if not tokens:
         return logprobs.new_zeros(has_next.shape)
@@ -550,10 +550,10 @@ def from_parallel_logits_to_logprobs_packed_sequences(
     return torch.where(has_next, logprobs.index_select(0, positions.flatten()).view(positions.shape), 0)
 
 
-def _check(ends: Tensor, cp_size: int, unpacked_seqlen: int) -> None:
-    """Check cu_seqlens on the device. The last entry of `ends` is that of the tokens after the last sequence."""
-    lengths = ends.diff()
-    rise = (lengths >= 0).all() & (ends[0] == 0)
+def _check(cu_seqlens: Tensor, cp_size: int, unpacked_seqlen: int) -> None:
+    """Check cu_seqlens on the device. The last entry of `cu_seqlens` is that of the tokens after the last sequence."""
+    lengths = cu_seqlens.diff()
+    rise = (lengths >= 0).all() & (cu_seqlens[0] == 0)
     assert_on_device(rise, "cu_seqlens_padded must rise from 0 to at most the number of packed tokens")
     fits = (lengths[:-1] <= unpacked_seqlen).all()
     assert_on_device(fits, "unpacked_seqlen is shorter than a packed sequence")
@@ -562,8 +562,8 @@ def _check(ends: Tensor, cp_size: int, unpacked_seqlen: int) -> None:
         assert_on_device(even, f"the length of a packed sequence is not a multiple of 2·cp = {2 * cp_size}")
 
 
-def _next_in_sequence(target: Tensor, ends: Tensor) -> Tensor:
+def _next_in_sequence(target: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Shift packed ids [T] by one within each sequence. The last token of a sequence gets NO_TARGET."""
     positions = torch.arange(len(target), device=target.device)
-    last = positions + 1 == ends[1:][find_sequences(positions, ends)]
+    last = positions + 1 == cu_seqlens[1:][find_sequences(positions, cu_seqlens)]
     return torch.where(last, NO_TARGET, target.roll(-1))

@@ -67,8 +67,12 @@ def distributed_vocab_topk(
     k = min(k, sum(sizes))
     logits = vocab_parallel_logits if vocab_parallel_logits.dim() > 1 else vocab_parallel_logits[None]
     chunks = logits.split(max(chunk_size or logits.shape[-2], 1), -2)
-    parts = [topk_over_shards(chunk, k, tp_group, vocab_start_index, sizes) for chunk in chunks]
-    values, ids = (torch.cat(tensors, -2) for tensors in zip(*parts, strict=True))
+    values_of_chunks, ids_of_chunks = [], []
+    for chunk in chunks:
+        chunk_values, chunk_ids = topk_over_shards(chunk, k, tp_group, vocab_start_index, sizes)
+        values_of_chunks.append(chunk_values)
+        ids_of_chunks.append(chunk_ids)
+    values, ids = torch.cat(values_of_chunks, -2), torch.cat(ids_of_chunks, -2)
     shape = (*vocab_parallel_logits.shape[:-1], k)
     return values.view(shape), ids.view(shape)
 
@@ -124,28 +128,28 @@ def gather_logits_at_global_indices(
     check_bounds(vocab_start_index, vocab_end_index, vocab_parallel_logits.shape[-1])
     length = global_indices.shape[1]
     ids = shard_like(global_indices, vocab_parallel_logits.shape[1], cp_group)
-    local, is_mine = on_shard(ids, vocab_start_index, vocab_parallel_logits.shape[-1])
-    at_ids = group_all_reduce_sum_with_grad(_LogitsAt.apply(vocab_parallel_logits, local, is_mine), tp_group)
+    local, is_local = on_shard(ids, vocab_start_index, vocab_parallel_logits.shape[-1])
+    at_ids = group_all_reduce_sum_with_grad(_LogitsAt.apply(vocab_parallel_logits, local, is_local), tp_group)
     return allgather_cp_sharded_tensor(at_ids, cp_group, seq_dim=1)[:, :length]
 
 
 class _LogitsAt(torch.autograd.Function):
-    """Logits [..., v] at columns [..., k], 0 where `is_mine` [..., k] is False.
+    """Logits [..., v] at columns [..., k], 0 where `is_local` [..., k] is False.
 
     The backward of torch's `gather` sums the gradients of repeated columns in the dtype of the logits, for example
     bfloat16. Here they are summed in float32 and rounded once.
     """
 
     @staticmethod
-    def forward(ctx, logits, columns, is_mine):
-        ctx.save_for_backward(columns, is_mine)
+    def forward(ctx, logits, columns, is_local):
+        ctx.save_for_backward(columns, is_local)
         ctx.shape, ctx.dtype = logits.shape, logits.dtype
-        return pick(logits, columns, is_mine, compute_dtype(logits.dtype))
+        return pick(logits, columns, is_local, compute_dtype(logits.dtype))
 
     @staticmethod
     def backward(ctx, upstream):
-        columns, is_mine = ctx.saved_tensors
-        upstream = torch.where(is_mine, upstream, 0)
+        columns, is_local = ctx.saved_tensors
+        upstream = torch.where(is_local, upstream, 0)
         grad = torch.zeros(ctx.shape, dtype=ctx.dtype, device=upstream.device)
         if not grad.shape[-1]:
             return grad, None, None
@@ -228,8 +232,8 @@ def get_distillation_topk_logprobs_from_logits(
         logits, bounds = student_logits, shard_bounds(student_logits, vocab_parallel_rank, tp_group)
     length = ids.shape[1]
     if zero_outside_topk:
-        mine = shard_like(ids, logits.shape[1], cp_group)
-        student = ChunkedDistributedGatherLogprob.apply(logits, mine, *bounds, None, tp_group)
+        local_ids = shard_like(ids, logits.shape[1], cp_group)
+        student = ChunkedDistributedGatherLogprob.apply(logits, local_ids, *bounds, None, tp_group)
         student = allgather_cp_sharded_tensor(student, cp_group)[:, :length]
     else:
         student = gather_logits_at_global_indices(
