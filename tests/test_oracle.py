@@ -62,7 +62,7 @@ def padded_batches(path):
 def packed_batches(recipe):
     """The documents that share the rows of each packed batch: which ones is not what this test is about."""
     tokenizer = Tokenizer.from_directory(recipe.model.path)
-    rows = open_rows(recipe.data, tokenizer=tokenizer, progress=False, say=lambda line: None)
+    rows = open_rows(recipe.data, tokenizer=tokenizer, progress=False, print_line=lambda line: None)
     batches = []
     for batch in islice(Batches(rows, global_batch=ROWS), STEPS):
         documents = []

@@ -49,7 +49,9 @@ def losses_of_transformers(recipe: Recipe, family: str, frozen: str) -> list[flo
     parameters = [parameter for name, parameter in model.named_parameters() if frozen not in name]
     optimizer = torch.optim.AdamW(parameters, recipe.optimizer.lr, recipe.optimizer.betas, eps=1e-3, weight_decay=0)
     tokenizer = Tokenizer.from_directory(recipe.model.path)
-    data = list(open_rows(recipe.data, tokenizer=tokenizer, progress=False, say=lambda line: None, epochs=1).iterate())
+    data = list(
+        open_rows(recipe.data, tokenizer=tokenizer, progress=False, print_line=lambda line: None, epochs=1).iterate()
+    )
     losses = []
     for start in range(0, 12, 4):
         inputs, labels = inputs_of(family, data[start : start + 4], model.config.image_token_id)

@@ -98,7 +98,9 @@ def test_a_run_says_its_tower_and_counts_its_flops(tmp_path, monkeypatch, capfd)
     assert printed.count(line) == 2 and "other parts" not in printed
 
     tokenizer = Tokenizer.from_directory(recipe.model.path)
-    rows = list(open_rows(recipe.data, tokenizer=tokenizer, progress=False, say=lambda line: None, epochs=1).iterate())
+    rows = list(
+        open_rows(recipe.data, tokenizer=tokenizer, progress=False, print_line=lambda line: None, epochs=1).iterate()
+    )
     model = from_pretrained(recipe.model.path, vision=True)
     lengths = [len(row["input_ids"]) for row in rows[:4]]
     text = sum(length * flops_per_token(model, length) for length in lengths)

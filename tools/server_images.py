@@ -55,7 +55,7 @@ class Pictured:
     def __init__(self, root: Path, directory: Path):
         recipe = pictures.picture_recipe(root, f"model.path={directory}", "method=grpo", f"data.max_length={LENGTH}")
         tokenizer = Tokenizer.from_directory(directory)
-        rows = open_rows(recipe.data, tokenizer=tokenizer, progress=False, say=lambda line: None, kind="prompts")
+        rows = open_rows(recipe.data, tokenizer=tokenizer, progress=False, print_line=lambda line: None, kind="prompts")
         self.prompts = read_prompts(rows, Cursor(), 12)
         self.model: CausalLM = models.from_pretrained(directory, torch.float32, vision=True).eval()
 

@@ -116,7 +116,9 @@ def check_restart(report: Report, root: Path, model: Path, start: Callable) -> N
         drawing.join()
         report.holds("restart", "the server was killed within the rollout", was_under_way)
         if isinstance(outcome[0], UserError):
-            report.tells("restart", "weights that it began with are refused", str(outcome[0]), "was it restarted?")
+            report.tells(
+                "restart", "weights that it began with are refused", str(outcome[0]), "may have been restarted"
+            )
         else:
             report.near("restart", "server's logprobs and trainer's, at most", trainer.gap(requests, outcome[0])[0])
         server.wait()
@@ -135,7 +137,7 @@ def check_flags(report: Report, root: Path, model: Path, bare, small) -> None:
     overrides = ("grpo.sampling.temperature=0.7", "train.steps=2", DIRECTORY)
     for name, server, fix in (
         ("processed_logprobs", bare, "(vLLM: --logprobs-mode processed_logprobs)"),
-        ("VLLM_SERVER_DEV_MODE", small, "start it with VLLM_SERVER_DEV_MODE=1"),
+        ("VLLM_SERVER_DEV_MODE", small, "Start it with VLLM_SERVER_DEV_MODE=1"),
     ):
         finish(grpo(root, name, model, [server], *overrides))
         report.tells("flags", f"a run without {name}", log_of(root, name), fix)
@@ -147,7 +149,7 @@ def check_flags(report: Report, root: Path, model: Path, bare, small) -> None:
     report.apart("flags", "no processed_logprobs: server's and trainer's at temperature 0.7", largest)
     lora = Trainer(root, model, "lora={rank: 4, alpha: 12}")
     config = lora.adapter
-    fix = "start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora --max-lora-rank 8"
+    fix = "Start the server with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora --max-lora-rank 8"
     report.tells("flags", "no adapters", str(adapter_refusal(engine, config)), fix)
     publisher = AdapterPublisher(root / "adapters", model, config, engine_of(small, retries=0))
     report.refused("flags", "adapters of rank 1 alone", lambda: publisher.publish(lora.policy.model, 1), fix)

@@ -52,13 +52,13 @@ def preview(
     out = out or sys.stdout
     has_color = out.isatty()
 
-    def say(text: str = "") -> None:
+    def print_line(text: str = "") -> None:
         print(hide(text), file=out)
 
     if not recipe.model.path:
         raise UserError("model.path is missing: set it to a local directory with config.json, weights and tokenizer")
     inputs = RunInputs.of(recipe, World(recipe.launch.num_processes))
-    data = open_splits(inputs, inputs.cache, say, True, ["train"])
+    data = open_splits(inputs, inputs.cache, print_line, True, ["train"])
     rows = data.rows["train"]
     template = inputs.source.template
     printer = TokenPrinter(inputs.source.tokenizer, frozenset() if template is None else template.structure)
@@ -68,12 +68,12 @@ def preview(
     if noun != "prompts":
         legend = f", trained tokens {'green' if has_color else 'in [[ ]]'}"
     for number, group in enumerate(islice(rows.sample_groups(), samples), start=1):
-        say(f"\n--- {unit} {number}{legend}: {_origins(rows.samples, group.samples)}")
+        print_line(f"\n--- {unit} {number}{legend}: {_origins(rows.samples, group.samples)}")
         texts = texts_of(rows, group.samples, printer, has_color)
         for line in _document_lines(inputs, rows.samples, group.samples, texts):
-            say(line)
+            print_line(line)
     for line in ["", *histogram(rows.samples), "", *packing(rows)]:
-        say(line)
+        print_line(line)
 
 
 def _origins(samples: Samples, indices: Sequence[int]) -> str:

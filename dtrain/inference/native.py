@@ -62,7 +62,7 @@ class NativeEngine(RolloutEngine):
         steps: CUDA graphs, as in `Engine`. Must be None under tensor parallel. The engine gives graphs up, with a note,
             if the weights are not gathered once or a rank finds an obstacle.
         offloads: Whether the optimizer's state is in host memory during a rollout.
-        say: Prints a note.
+        print_line: Prints a note.
 
     Attributes:
         model: The policy's model.
@@ -78,20 +78,20 @@ class NativeEngine(RolloutEngine):
         unshard: bool | str = "auto",
         steps: "GraphedSteps | None" = None,
         offloads: bool = False,
-        say: Callable[[str], None] = print,
+        print_line: Callable[[str], None] = print,
     ):
         self.model, self.mesh, self.device = policy.model, policy.mesh, policy.device
         if steps is not None and self.mesh.tp.size() > 1:
             raise ValueError("CUDA graphs cannot contain collectives, so they cannot be used with tensor parallel")
         self._steps = steps
         self._offloader = policy.offloader if offloads else None
-        self._say = say
+        self._print_line = print_line
         self._decode, self._unshard = decode, unshard
         self._flash, note = choose_varlen_decode(
             self.model.config, policy.precision.compute, self.device, self.mesh.tp.size()
         )
         if note:
-            say(f"note: {note}")
+            print_line(f"note: {note}")
         self._sharding = policy.sharding
 
     @torch.no_grad()
@@ -207,9 +207,9 @@ class NativeEngine(RolloutEngine):
         """Decode without graphs from here on if there is an obstacle. Print this, or that graphs are not kept."""
         if self._steps is not None and obstacle is not None:
             self._steps = None
-            self._say(f"note: decoding goes on kernel by kernel, without CUDA graphs: {obstacle}")
+            self._print_line(f"note: decoding goes on kernel by kernel, without CUDA graphs: {obstacle}")
         elif self._steps is not None and self._steps.not_kept_reason is not None:
-            self._say(f"note: {self._steps.not_kept_reason}")
+            self._print_line(f"note: {self._steps.not_kept_reason}")
             self._steps.not_kept_reason = None
 
     def check(self, requests: Sequence[Request]) -> None:

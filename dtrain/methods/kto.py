@@ -103,7 +103,7 @@ class KtoMethod(MethodWithReference):
             labels = {is_desirable(samples, index) for index in range(0, len(samples), step)}
             if len(labels) == 1:
                 label = "wanted" if True in labels else "unwanted"
-                run.metrics.say(
+                run.metrics.print_line(
                     f"note: all replies that were checked are {label}. KTO learns most if there are both kinds"
                 )
         self._splits = splits

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 class RunLog(Protocol):
     """Interface for writing metrics and lines of the terminal; `dtrain.training.metrics.Recorder` implements it."""
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Print a line on the terminal."""
 
     def log(self, row: Mapping[str, int | float], step: int) -> None:

@@ -110,7 +110,7 @@ class RewardMethod(Method):
         if self._pad is None:  # then use the padding token that the export's config.json will have
             self._pad = padding_token(self.recipe.model.directory, config.eos_token_ids)
         if config.has_new_head and self.recipe.model.init == "pretrained":
-            run.metrics.say(
+            run.metrics.print_line(
                 f"score: a new head of {config.num_labels} output{'s' if config.num_labels != 1 else ''}, "
                 f"initialised from run.seed: {self.recipe.model.path} is a language model"
             )

@@ -62,9 +62,9 @@ def open_engine(section: RolloutSection, policy: Policy, tokenizer: Tokenizer, r
     obstacles = cuda_graph_obstacles(section, policy.device.type, policy.recipe.parallel)
     if policy.device.type == "cuda":
         if obstacles:
-            run.metrics.say(f"decoding: kernel by kernel ({'; '.join(obstacles)})")
+            run.metrics.print_line(f"decoding: kernel by kernel ({'; '.join(obstacles)})")
         else:
-            run.metrics.say("decoding: CUDA graphs")
+            run.metrics.print_line("decoding: CUDA graphs")
     steps = None
     if not obstacles:
         graphs = import_module("dtrain.inference.graphs")
@@ -76,7 +76,7 @@ def open_engine(section: RolloutSection, policy: Policy, tokenizer: Tokenizer, r
         unshard=section.unshard,
         steps=steps,
         offloads=section.offload,
-        say=run.metrics.say,
+        print_line=run.metrics.print_line,
     )
 
 
@@ -97,7 +97,9 @@ def open_rewards(section: RolloutSection, run: RunContext) -> Rewards | None:
     def start() -> Rewards | None:
         if not ranks.is_first or not section.rewards:
             return None
-        return run.stack.enter_context(Rewards(section.rewards, timeout=section.reward_timeout, say=run.metrics.say))
+        return run.stack.enter_context(
+            Rewards(section.rewards, timeout=section.reward_timeout, print_line=run.metrics.print_line)
+        )
 
     return ranks.run_on_all(start)
 

@@ -257,14 +257,14 @@ def _score(
 
 
 def open_judges(
-    rewards: Sequence[Reward], timeout: float, say: Callable[[str], None], key: str = "grpo.reward_timeout"
+    rewards: Sequence[Reward], timeout: float, print_line: Callable[[str], None], key: str = "grpo.reward_timeout"
 ) -> tuple[Rewards, int]:
     """Start the process of the rewards.
 
     Args:
         rewards: Checked rewards.
         timeout: Seconds that one reward may take for one call.
-        say: Prints a line.
+        print_line: Prints a line.
         key: The recipe key of the timeout, for messages.
 
     Returns:
@@ -276,11 +276,11 @@ def open_judges(
     """
     judge_options = [reward.options for reward in rewards if reward.fn == "judge"]
     if not judge_options:
-        return Rewards(rewards, timeout=timeout, say=say, key=key), MAX_SCORED_TOGETHER
+        return Rewards(rewards, timeout=timeout, print_line=print_line, key=key), MAX_SCORED_TOGETHER
     judge = import_module("dtrain.rl.remote.judge")
     batch_size = max(judge.batch_size(options) for options in judge_options)
     max_seconds = [judge.max_call_seconds(options, batch_size) for options in judge_options]
-    return Rewards(rewards, timeout=max(timeout, *max_seconds), say=say, key=key), batch_size
+    return Rewards(rewards, timeout=max(timeout, *max_seconds), print_line=print_line, key=key), batch_size
 
 
 @dataclass(frozen=True)

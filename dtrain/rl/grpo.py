@@ -366,7 +366,7 @@ class GrpoMethod(MethodWithReference):
         if mismatch_kl > MAX_MISMATCH_KL and not self._has_warned_of_mismatch:
             self._has_warned_of_mismatch = True
             step = self.source.position.step
-            self._run.metrics.say(MISMATCH_WARNING.format(step, mismatch_kl, MAX_MISMATCH_KL))
+            self._run.metrics.print_line(MISMATCH_WARNING.format(step, mismatch_kl, MAX_MISMATCH_KL))
         return self.source.fields | metrics | {"train_time": time.perf_counter() - self._began}
 
     def validate(self, policy: Policy, rows: Rows) -> dict[str, float]:
@@ -461,17 +461,19 @@ class SampleTable:
         if rollout.rows and rollout.measured["frac_zero_std"] == 1:
             self._num_equal += 1
             if self._num_equal in (1, 10, 100, 1000):
-                self.metrics.say(EQUAL_REWARDS_WARNING.format(step))
+                self.metrics.print_line(EQUAL_REWARDS_WARNING.format(step))
         max_rows = self.section.show
         is_due = time.monotonic() - self._last_time >= SECONDS_BETWEEN_TABLES
         if rollout.rows and max_rows and is_due:
             self._last_time = time.monotonic()
             for line in _table(step, rollout.measured, rollout.rows[:max_rows]):
-                self.metrics.say(line)
+                self.metrics.print_line(line)
         is_useless = not rollout.counted.any()
         if is_useless and not self._was_useless:  # only the first of several in a row
             or_equal = ", or the rewards within each group are equal" if self.section.dynamic_sampling != "none" else ""
-            self.metrics.say(f"the rollout before step {step} trains nothing: none of its rewards is known{or_equal}")
+            self.metrics.print_line(
+                f"the rollout before step {step} trains nothing: none of its rewards is known{or_equal}"
+            )
         self._was_useless = is_useless
 
 

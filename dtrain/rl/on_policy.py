@@ -200,7 +200,7 @@ def open_student(method: OnPolicyDistillMethod, policy: Policy, rows: Rows, run:
     recipe, section = method.recipe, method.section
     tokenizer = run.source.tokenizer
     decode = partial(tokenizer.decode, skip_special_tokens=True)
-    engine = NativeEngine(policy, decode=decode, say=run.metrics.say)
+    engine = NativeEngine(policy, decode=decode, print_line=run.metrics.print_line)
     length, seed = recipe.data.max_length, recipe.run.seed
     sampler = CompletionSampler(engine, tokenizer, section.sampling, length, seed, run.should_stop)
     return StudentCollector(Fraction(str(section.student_share)), method.source.size, sampler, rows)

@@ -26,6 +26,7 @@ from dtrain.models.common.config import ModelConfig
 
 MAGIC = b"\x93NUMPY"  # first bytes of a .npy file
 MAX_HEADER_BYTES = 4096
+FIX_MODEL = "Serve the model of the run"
 _NPY_DTYPES = {
     "|u1": torch.uint8,
     "|i1": torch.int8,
@@ -114,11 +115,12 @@ class RoutedExpertsReader:
         if is_outside.any():
             low, high = int(experts.min()), int(experts.max())
             raise UserError(
-                f"its routed experts are from {low} to {high}, and the model has {self.num_experts} of a layer"
+                f"the routed experts in the answer are from {low} to {high}, but the model's are from 0 to "
+                f"{self.num_experts - 1}. {FIX_MODEL}"
             )
         has_repeated = (experts.diff(dim=-1) == 0).any(-1) & ~is_unknown  # sorted, so equal experts are neighbours
         if has_repeated.any():
-            raise UserError("its routed experts name one twice for a token, where the model takes different ones")
+            raise UserError(f"the answer has the same routed expert twice for a token. {FIX_MODEL}")
         # The router decides for a token in all layers or in none.
         is_unknown_token = is_unknown.any(1)[:, None, None]
         experts = experts.masked_fill(is_unknown_token, -1).to(torch.int16)
@@ -134,7 +136,7 @@ class RoutedExpertsReader:
         if not (is_sparse_only or is_all_layers) or num_rows not in (tokens - 1, tokens):
             shapes = " and ".join(str(list(part.shape)) for part in parts)
             expected = f"[{tokens - 1}, {len(self.sparse_layers)}, {self.top_k}]"
-            raise UserError(f"its routed experts are {shapes}, not {expected}: does it serve this very model?")
+            raise UserError(f"the routed experts in the answer have the shape {shapes}, not {expected}. {FIX_MODEL}")
         non_empty = [part for part in parts if len(part)]
         return torch.cat(non_empty or [self.unknown(0).long()])
 
@@ -144,12 +146,16 @@ class RoutedExpertsReader:
             if isinstance(part, list):
                 experts = torch.tensor(part) if part else torch.zeros(0, dtype=torch.int64)
                 if experts.is_floating_point() or experts.dtype == torch.bool:
-                    raise ValueError("numbers that are not whole")
+                    raise ValueError("the numbers are not integers")
                 return experts
             data = base64.b64decode(part, validate=True)
-            return _decode_npy(data) if data.startswith(MAGIC) else self._decode_int32(data, tokens)
+            if data.startswith(MAGIC):
+                return _decode_npy(data)
+            return self._decode_int32(data, tokens)
         except (ValueError, TypeError, LookupError, SyntaxError, OverflowError, RuntimeError, struct.error) as error:
-            raise UserError(f"its routed experts cannot be read: neither .npy nor int32 in base64 ({error})") from error
+            raise UserError(
+                f"the routed experts in the answer cannot be read as .npy or int32 in base64: {error}"
+            ) from error
 
     def _decode_int32(self, data: bytes, tokens: int) -> Tensor:
         """Decode int32 numbers to [n, layers, k] int64. Their count decides between the possible n and layers."""
@@ -167,12 +173,12 @@ def _decode_npy(data: bytes) -> Tensor:
     (length,) = struct.unpack_from(length_format, data, 8)
     start = 8 + struct.calcsize(length_format)
     if length > MAX_HEADER_BYTES:
-        raise ValueError(f"a head of {length} bytes")
+        raise ValueError(f"the header has {length} bytes")
     header = ast.literal_eval(data[start : start + length].decode("latin1").strip())
     shape = tuple(header["shape"])
     are_sizes = all(isinstance(size, int) and size >= 0 for size in shape)
     if header["fortran_order"] or not shape or not are_sizes:
-        raise ValueError(f"the array {header}")
+        raise ValueError(f"unsupported header {header}")
     content = bytearray(data[start + length :])
     dtype = _NPY_DTYPES[header["descr"]]
     flat = torch.frombuffer(content, dtype=dtype).long() if content else torch.zeros(0).long()

@@ -51,15 +51,17 @@ class Worker:
         what: Name of the user's code in messages.
         timeout: Seconds that an answer may take.
         key: The recipe key of the timeout, for messages.
-        say: Prints a line. Called once for each cause of a failure.
+        print_line: Prints a line. Called once for each cause of a failure.
 
     Raises:
         UserError: If the code cannot be loaded.
     """
 
-    def __init__(self, service: str, *load: Any, what: str, timeout: float, key: str, say: Callable[[str], None]):
+    def __init__(
+        self, service: str, *load: Any, what: str, timeout: float, key: str, print_line: Callable[[str], None]
+    ):
         self._service, self._load, self._what = service, load, what
-        self._timeout, self._key, self._say = timeout, key, say
+        self._timeout, self._key, self._print_line = timeout, key, print_line
         self._reported: set[tuple[str, str]] = set()  # (stage, cause) of the failures that were printed
         self._has_worked: set[str] = set()  # stages that have succeeded at least once
         self._is_closed = False
@@ -193,7 +195,7 @@ class Worker:
     def _report_once(self, stage: str, cause: str, text: str) -> None:
         if (stage, cause) not in self._reported:
             self._reported.add((stage, cause))
-            self._say(text)
+            self._print_line(text)
 
 
 def _spawn(service: str, channel: int) -> subprocess.Popen[bytes]:

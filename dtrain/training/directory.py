@@ -122,7 +122,7 @@ class RunDirectory:
         self.export = self.path / "export"
         self._lock: int | None = None  # the descriptor of the locked file
 
-    def acquire(self, wait: float | None = None, say: Callable[[str], None] | None = None) -> "RunDirectory":
+    def acquire(self, wait: float | None = None, print_line: Callable[[str], None] | None = None) -> "RunDirectory":
         """Create the directory and lock it, until `release`.
 
         The lock is a POSIX record lock: the system drops it when the process ends in any way, and forked workers do not
@@ -131,7 +131,7 @@ class RunDirectory:
         Args:
             wait: Seconds to wait for a run that uses the directory. None: WAIT_SECONDS, or AWAY_SECONDS if that run is
                 or was on another host.
-            say: Prints a line for the user if there is a run to wait for, or if the file system cannot sync
+            print_line: Prints a line for the user if there is a run to wait for, or if the file system cannot sync
                 directories.
 
         Returns:
@@ -141,14 +141,14 @@ class RunDirectory:
             UserError: If another run still uses the directory after `wait` seconds, or if it cannot be written.
         """
         try:
-            self._create(say)
+            self._create(print_line)
             if not self.use_lock:
                 (self.path / END).unlink(missing_ok=True)
                 return self
             lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise UserError(f"run.dir: {error.filename}: {error.strerror}") from error
-        self._wait_for(lock, wait, say)
+        self._wait_for(lock, wait, print_line)
         try:
             os.ftruncate(lock, 0)
             os.pwrite(lock, json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode(), 0)
@@ -159,7 +159,7 @@ class RunDirectory:
         (self.path / END).unlink(missing_ok=True)
         return self
 
-    def _create(self, say: Callable[[str], None] | None) -> None:
+    def _create(self, print_line: Callable[[str], None] | None) -> None:
         """Create the directory, and print a note if its file system cannot sync directories."""
         for directory in (self.path, self.checkpoints, self.model):
             _refuse_unwritable(directory)
@@ -167,13 +167,13 @@ class RunDirectory:
             if directory == self.path or directory.is_symlink():
                 resolve_links(directory).mkdir(parents=True, exist_ok=True)
         directory_of_saves = self.checkpoints if self.checkpoints.is_dir() else self.path
-        if say is not None and not can_sync_directories(directory_of_saves):
-            say(
+        if print_line is not None and not can_sync_directories(directory_of_saves):
+            print_line(
                 f"note: the file system of {self.path} does not sync directories: if its server loses power, the "
                 "newest checkpoint may be lost. Earlier checkpoints are safe"
             )
 
-    def _wait_for(self, lock: int, wait: float | None, say: Callable[[str], None] | None) -> None:
+    def _wait_for(self, lock: int, wait: float | None, print_line: Callable[[str], None] | None) -> None:
         """Lock an open file, as `acquire` describes. Closes the file if another run keeps it."""
         began = time.monotonic()
         has_said = False
@@ -182,8 +182,8 @@ class RunDirectory:
             if wait is None:
                 is_near = holder.host in (None, socket.gethostname())
                 wait = WAIT_SECONDS if is_near else AWAY_SECONDS
-            if say is not None and not has_said:
-                say(f"{self.path} is in use by {holder.text}; waiting up to {wait:.0f} s")
+            if print_line is not None and not has_said:
+                print_line(f"{self.path} is in use by {holder.text}; waiting up to {wait:.0f} s")
                 has_said = True
             if time.monotonic() - began >= wait:
                 os.close(lock)

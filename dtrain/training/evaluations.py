@@ -70,7 +70,7 @@ class Evaluations:
         self._run = run
         self._ranks = Ranks()
         self._decode = partial(spec.source.tokenizer.decode, skip_special_tokens=True)
-        self._engine = NativeEngine(policy, decode=self._decode, say=run.metrics.say)
+        self._engine = NativeEngine(policy, decode=self._decode, print_line=run.metrics.print_line)
         self._sets = [self._open(spec, eval_set) for eval_set in list_eval_sets(spec.recipe.eval)]
 
     def _open(self, spec: RunSpec, eval_set: EvalSet) -> _OpenSet:
@@ -80,7 +80,7 @@ class Evaluations:
         def open_on_first_rank() -> Questions:
             questions, rewards = spec.questions[eval_set.name]
             timeout, timeout_key = eval_set.section.reward_timeout, f"{eval_set.key}.reward_timeout"
-            judges, judge_batch_size = open_judges(rewards, timeout, self._run.metrics.say, timeout_key)
+            judges, judge_batch_size = open_judges(rewards, timeout, self._run.metrics.print_line, timeout_key)
             opened.append(self._run.stack.enter_context(judges))
             if not eval_set.section.at_start:
                 _try_rewards(eval_set, questions, judges)
@@ -166,7 +166,7 @@ class Evaluations:
         seconds = time.perf_counter() - began
         metrics.log(fields | {f"{prefix}time": seconds}, step)
         for line in [_summary(opened.set.name, step, report, seconds), *table]:
-            metrics.say(line)
+            metrics.print_line(line)
         return fields
 
 

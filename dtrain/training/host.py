@@ -4,7 +4,7 @@ A rank stops at the first problem, which is raised on every rank. A dry run is o
 collects all problems, writes no file, and reads large files only in part. Functions of `training.setup` that
 communicate or print have a parameter `host`. For example, with a function `read` that raises UserError("no such file"):
 
-    Host(ranks, say).attempt("data.train", read)    raises the error
+    Host(ranks, print_line).attempt("data.train", read)    raises the error
     DryHost().attempt("data.train", read)           returns None, and `problems` has a problem of the key data.train
 """
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def _print_nothing(line: str) -> None:
-    """Print nothing: the `say` of a dry run."""
+    """Print nothing: the `print_line` of a dry run."""
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,12 @@ class Host:
 
     Attributes:
         ranks: All ranks of the run.
-        say: Prints a line, on rank 0.
+        print_line: Prints a line, on rank 0.
         is_dry: Whether this is a dry run.
     """
 
     ranks: Ranks
-    say: Callable[[str], None]
+    print_line: Callable[[str], None]
     is_dry: bool = False
 
     def attempt(self, key: str, act: Callable[[], T]) -> T | None:
@@ -76,7 +76,7 @@ class DryHost(Host):
     """
 
     ranks: Ranks = field(default_factory=lambda: Ranks(single_process=True))
-    say: Callable[[str], None] = _print_nothing
+    print_line: Callable[[str], None] = _print_nothing
     is_dry: bool = True
     problems: list[Problem] = field(default_factory=list)
 

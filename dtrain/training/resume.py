@@ -631,7 +631,7 @@ def _newest(store: CheckpointStore, host: Host) -> int | None:
         damage = store.check_files(step) if host.is_dry else store.check_contents(step)
         if not damage:
             return step
-        host.say(f"{store.path(step)} is damaged and is left out: {damage[0]}")
+        host.print_line(f"{store.path(step)} is damaged and is left out: {damage[0]}")
     if published:
         raise UserError(
             f"{store.directory}: every checkpoint is damaged (see above). To start over, move this directory and "

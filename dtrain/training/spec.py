@@ -121,7 +121,7 @@ def resolve(recipe: Recipe, runtime: Runtime, stack: ExitStack) -> ResolvedRun:
     ranks = Ranks()
     inputs = RunInputs.of(recipe, World(runtime.world_size, runtime.device.type))
     recorder = outputs.open_outputs(inputs, ranks, runtime.is_main, stack)
-    host = Host(ranks, recorder.say)
+    host = Host(ranks, recorder.print_line)
     inputs.source.tokenizer  # noqa: B018 (a cached property; a tokenizer that cannot be read ends the run here)
     precision = choose_precision(recipe.train.dtype, runtime.device.type, recipe.train.masters)
 

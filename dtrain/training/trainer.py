@@ -194,7 +194,7 @@ class Trainer:
         self._planned = runtime.wait_for_plan  # returns the memory plan once it is ready; None after it was printed
         if runtime.is_main:
             for line in opening_lines(self._built):
-                self.metrics.say(line)
+                self.metrics.print_line(line)
 
     @classmethod
     def open(cls, recipe: Recipe, runtime: Runtime, stack: ExitStack) -> "Trainer":
@@ -239,7 +239,7 @@ class Trainer:
         if start.init_weights is not None:
             store, step = start.init_weights
             self.policy.checkpoint.load_weights(store, step)
-            self.metrics.say(f"weights of {store.path(step)}")
+            self.metrics.print_line(f"weights of {store.path(step)}")
         if start.state is not None and start.store is not None:
             self.policy.checkpoint.locate_frozen_weights(start.store, start.step)
         try:
@@ -248,9 +248,9 @@ class Trainer:
             raise Stopped(self._agreed_signal(), STOPPED_AT_START) from None
         if start.state is not None:
             resume.restore(start, self.recipe, self.policy, self.method)
-            self.metrics.say(f"resumed from {start.path}")
+            self.metrics.print_line(f"resumed from {start.path}")
             for line in self.spec.changes:
-                self.metrics.say(f"  changed since then: {line}")
+                self.metrics.print_line(f"  changed since then: {line}")
         self.ranks.run_on_first(lambda: self._write_run_files(start))
         self.metrics.resume_at(start.step)
         if start.state is not None:
@@ -393,7 +393,7 @@ class Trainer:
         if is_last or not self.patience.is_exhausted:
             return is_last
         max_misses, field = self.patience.max_misses, self.patience.name
-        self.metrics.say(
+        self.metrics.print_line(
             f"step {step}  {field} was not better {max_misses} times in a row: train.patience ends the run"
         )
         return self.measure(step, True)  # a last step may have further validations and evaluations
@@ -461,7 +461,7 @@ class Trainer:
         It is a Hugging Face directory in the dtype of computation, or an adapter in PEFT's layout.
         """
         self.policy.checkpoint.export(self.run.export, self.recipe.model.directory, self._newest_save)
-        self.metrics.say(f"exported to {self.run.export}")
+        self.metrics.print_line(f"exported to {self.run.export}")
 
     def lacks_export(self) -> bool:
         """Check whether the run was stopped between its last save and the export of it. Collective."""
@@ -473,7 +473,7 @@ class Trainer:
         self.stop_if_asked()
         lacks_export = self.lacks_export()
         rest = "only the export is left" if lacks_export else "nothing left to do"
-        self.metrics.say(f"step {start.step} of {self.total_steps} is saved already: {rest}")
+        self.metrics.print_line(f"step {start.step} of {self.total_steps} is saved already: {rest}")
         if lacks_export:
             self.export()
 
@@ -486,7 +486,7 @@ class Trainer:
         for line in closing_lines(
             self.recipe, self.method, self.run.path, has_export=has_export, has_images=has_images
         ):
-            self.metrics.say(line)
+            self.metrics.print_line(line)
 
     def _log(
         self, step: int, epoch: float, result: StepResult, update: UpdateResult, began: float, data_time: float
@@ -565,9 +565,9 @@ class Trainer:
         num_saves = -(-self.total_steps // every)
         free = free_bytes(directory)
         space = space_line(size, retention, num_saves)
-        self.metrics.say(f"saves: {space}; {format_bytes(free)} are free in {directory}")
+        self.metrics.print_line(f"saves: {space}; {format_bytes(free)} are free in {directory}")
         if free < size * (max_concurrent_saves(retention, num_saves) or 1):
-            self.metrics.say(
+            self.metrics.print_line(
                 "note: that is less than the saves take: lower checkpoint.keep_last, save less often "
                 "(checkpoint.every), or set run.dir to a larger disk"
             )
@@ -588,10 +588,10 @@ class Trainer:
             self.run.write_json(ABOUT, describe_run(self._built, planned.size))
         measured = f"{metrics.memory_gib(self.runtime.device):.3f} GiB"
         if self.runtime.device.type == "cuda":
-            self.metrics.say(f"memory of a rank: {planned.words}, measured {measured}")
+            self.metrics.print_line(f"memory of a rank: {planned.words}, measured {measured}")
         else:
             before = f"{self.before_gib:.3f} GiB of it before the model was built"
-            self.metrics.say(f"memory of a rank: {planned.words}; the process holds {measured}, {before}")
+            self.metrics.print_line(f"memory of a rank: {planned.words}; the process holds {measured}, {before}")
 
     def _agreed_signal(self) -> int:
         """Return the signal that any rank has received, or 0, on every rank: all ranks must stop after the same step.

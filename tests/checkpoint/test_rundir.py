@@ -48,7 +48,7 @@ def test_a_second_run_waits_then_names_the_holder(holder, tmp_path):
     told = []
     began = time.monotonic()
     with pytest.raises(UserError, match=rf"in use by process {holder.pid} on {os.uname().nodename}"):
-        RunDirectory(tmp_path).acquire(wait=0.5, say=told.append)
+        RunDirectory(tmp_path).acquire(wait=0.5, print_line=told.append)
     assert 0.5 <= time.monotonic() - began < 5
     assert len(told) == 1 and str(holder.pid) in told[0]
 
@@ -65,7 +65,7 @@ def test_the_lock_of_another_host_is_waited_for_longer(holder, tmp_path, host, s
         raise Told
 
     with pytest.raises(Told):
-        RunDirectory(tmp_path).acquire(say=tell)
+        RunDirectory(tmp_path).acquire(print_line=tell)
 
 
 @pytest.mark.parametrize("holder", ["alone", "fork"], indirect=True)

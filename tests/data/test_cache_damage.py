@@ -106,10 +106,10 @@ def test_damage_is_said_and_mended(tmp_path, coder, name, damage):
     sound, said = open_(tmp_path, coder), []
     expected, meta = contents(sound), sound.meta
     damage(sound.directory)
-    mended = open_(tmp_path, coder, say=said.append)
+    mended = open_(tmp_path, coder, print_line=said.append)
     assert contents(mended) == expected and mended.meta == meta
     assert len(said) == 1 and f"data: the cache {sound.directory} is damaged ({sound.directory / name}" in said[0]
-    assert open_(tmp_path, coder, say=said.append).meta == meta and len(said) == 1  # once
+    assert open_(tmp_path, coder, print_line=said.append).meta == meta and len(said) == 1  # once
 
 
 @pytest.mark.parametrize("damage", [zero_the_mask, edit(rows=7), cut])
@@ -120,7 +120,7 @@ def test_ranks_mend_it_together(tmp_path, coder, damage):
 
     def on_rank(rank):
         said = []
-        samples = open_(tmp_path, coder, say=said.append)
+        samples = open_(tmp_path, coder, print_line=said.append)
         return contents(samples), samples.fingerprint, len(said)
 
     assert run_world(on_rank, 3) == [(expected, sound.fingerprint, 1)] * 3
@@ -137,7 +137,7 @@ def test_a_machine_with_a_sound_cache_goes_on(tmp_path, coder, first):
 
     def on_rank(rank):
         said = []
-        samples = open_cache([source], coder, cache_dir=roots[rank > first], say=said.append)
+        samples = open_cache([source], coder, cache_dir=roots[rank > first], print_line=said.append)
         return contents(samples), said
 
     found = run_world(on_rank, 4)

@@ -56,7 +56,7 @@ def model(tmp_path):
 def opened(model, section, kind="examples", **options):
     said = []
     rows = open_rows(
-        section, kind=kind, tokenizer=Tokenizer.from_directory(model), say=said.append, progress=False, **options
+        section, kind=kind, tokenizer=Tokenizer.from_directory(model), print_line=said.append, progress=False, **options
     )
     return rows, "\n".join(said)
 

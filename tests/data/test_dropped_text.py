@@ -50,7 +50,7 @@ def opened(tmp_path, template, rows, kind="examples", **more):
     said = []
     tokenizer = Tokenizer.from_directory(save(tmp_path / "model", byte_level(), template))
     data = section(write_jsonl(tmp_path / "a.jsonl", rows), **{"max_length": 512, "packing": False, **more})
-    rows = open_rows(data, kind=kind, tokenizer=tokenizer, say=said.append, progress=False)
+    rows = open_rows(data, kind=kind, tokenizer=tokenizer, print_line=said.append, progress=False)
     return rows.samples, "\n".join(said)
 
 

@@ -38,7 +38,7 @@ def rows_of(model: Path, file: Path, cache: Path | None = None, kind: str = "exa
         setattr(section, name, value)
     say = (lambda line: None) if lines is None else lines.append
     tokenizer = Tokenizer.from_directory(model)
-    return open_rows(section, tokenizer=tokenizer, cache_dir=cache, progress=False, say=say, kind=kind, epochs=1)
+    return open_rows(section, tokenizer=tokenizer, cache_dir=cache, progress=False, print_line=say, kind=kind, epochs=1)
 
 
 @pytest.mark.parametrize(
@@ -252,7 +252,7 @@ def test_rows_of_equal_images_are_on_one_side_of_a_share(models, tmp_path):
     for split in counts:
         section = Data(train=DataSource(path=str(file)), val=0.5, packing=False, num_workers=1)
         tokenizer = Tokenizer.from_directory(models["qwen3-vl"])
-        rows = open_rows(section, split=split, tokenizer=tokenizer, progress=False, say=lambda line: None)
+        rows = open_rows(section, split=split, tokenizer=tokenizer, progress=False, print_line=lambda line: None)
         counts[split] = sum(row["grids"].tolist() == [[1, 4, 4]] for row in rows.build(list(range(len(rows.samples)))))
     assert sorted(counts.values()) == [0, 40]
 

@@ -189,7 +189,7 @@ def section(file, **more):
 def opened(model, data, kind="pairs"):
     said = []
     tokenizer = Tokenizer.from_directory(model)
-    rows = open_rows(data, kind=kind, tokenizer=tokenizer, say=said.append, progress=False)
+    rows = open_rows(data, kind=kind, tokenizer=tokenizer, print_line=said.append, progress=False)
     return rows, "\n".join(said)
 
 

@@ -41,7 +41,7 @@ def opened(tmp_path, rows, kind="examples", template=templates.QWEN25, **more):
     tokenizer = Tokenizer.from_directory(save(tmp_path / "model", byte_level(), template))
     given = {name: more.pop(name) for name in ("prompts", "label") if name in more}
     data = section(write_jsonl(tmp_path / "a.jsonl", rows), **{"max_length": 512, "packing": False, **more})
-    rows = open_rows(data, kind=kind, tokenizer=tokenizer, say=said.append, progress=False, **given)
+    rows = open_rows(data, kind=kind, tokenizer=tokenizer, print_line=said.append, progress=False, **given)
     return rows.samples, "\n".join(said)
 
 

@@ -60,7 +60,9 @@ def opened(tmp_path, rows, room=8, template=templates.QWEN25, **changes):
     tokenizer = Tokenizer.from_directory(model)
     data = section(write_jsonl(tmp_path / "a.jsonl", rows), max_length=16, **changes)
     options = PromptOptions(room)
-    found = open_rows(data, kind="prompts", prompts=options, tokenizer=tokenizer, say=said.append, progress=False)
+    found = open_rows(
+        data, kind="prompts", prompts=options, tokenizer=tokenizer, print_line=said.append, progress=False
+    )
     return found, tokenizer, "\n".join(said)
 
 

@@ -51,7 +51,7 @@ def model(tmp_path):
 
 def opened(model, data, **options):
     said = []
-    rows = open_rows(data, tokenizer=Tokenizer.from_directory(model), say=said.append, progress=False, **options)
+    rows = open_rows(data, tokenizer=Tokenizer.from_directory(model), print_line=said.append, progress=False, **options)
     return rows, "\n".join(said)
 
 

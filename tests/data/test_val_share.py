@@ -32,7 +32,7 @@ def opened(model, split, *paths, kind="examples", seed=3, val: object = SHARE, s
     path = None if sources else [str(path) for path in paths]
     data = schema.Data(train=schema.DataSource(path, sources=sources), max_length=64, val=val, num_workers=2)
     rows = open_rows(
-        data, split=split, kind=kind, tokenizer=Tokenizer.from_directory(model), seed=seed, say=said.append,
+        data, split=split, kind=kind, tokenizer=Tokenizer.from_directory(model), seed=seed, print_line=said.append,
         progress=False, **options,
     )  # fmt: skip
     return rows.samples, "\n".join(said)

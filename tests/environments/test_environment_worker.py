@@ -164,7 +164,7 @@ MAKES = {
 
 
 def opened(said, grace=1.0):
-    return Environments("mine.make", timeout=0.5, grace=grace, say=said.append)
+    return Environments("mine.make", timeout=0.5, grace=grace, print_line=said.append)
 
 
 def test_whatever_happens_to_a_step_the_others_and_later_episodes_are_whole(mine):
@@ -260,7 +260,7 @@ def test_what_cannot_be_loaded_or_found_is_said_at_once(mine):
 
 def test_an_end_that_fails_after_others_have_not_loses_its_episode_alone(mine):
     said = []
-    with Environments("mine.Ends", say=said.append) as environments:
+    with Environments("mine.Ends", print_line=said.append) as environments:
         environments.make(rows(None, "infinite"))
         full = [Turn(0, "a", False, 1), Turn(1, "a", False, 1)]
         assert known(environments.step(full, lambda place, seen: [7])) == [1.5, None]
@@ -276,7 +276,7 @@ def pid(environments):
 
 
 def test_a_process_with_threads_that_hang_is_replaced_and_another_is_not(mine):
-    with Environments("mine.Acts", timeout=0.5, say=lambda text: None) as environments:
+    with Environments("mine.Acts", timeout=0.5, print_line=lambda text: None) as environments:
         first = pid(environments)
         environments.make(rows(None, None))
         assert [reply.is_lost for reply in stepped(environments, "wait", "a")] == [True, False]

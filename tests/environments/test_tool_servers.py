@@ -63,7 +63,7 @@ class Players:
         sources = [(server if source == SERVER else source, schema) for source, schema in self.sources]
         options = (sources, self.calls.form, False, 99)
         say = self.said.append
-        return Environments(TOOLBOX, options=options, whose="grpo.tools", timeout=timeout, threads=3, say=say)
+        return Environments(TOOLBOX, options=options, whose="grpo.tools", timeout=timeout, threads=3, print_line=say)
 
     def play(self, environments, texts):
         """Return the tools' answers of each episode, and how it ended: (finish, calls, failures)."""

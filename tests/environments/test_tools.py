@@ -284,7 +284,7 @@ def test_a_call_that_hangs_loses_its_episode_and_no_other(tmp_path):
     options = (SOURCES, calls.form, False, 10)
     made_by = "dtrain.rl.environments.tools:Toolbox"
     with Environments(made_by, options=options, whose="grpo.tools", timeout=0.5,
-                      say=said.append) as environments:  # fmt: skip
+                      print_line=said.append) as environments:  # fmt: skip
         environments.make([({}, number) for number in range(4)])
         engine = Scripted(tokenizer, {
             0: [text("add", a=1), "Two."],

@@ -58,7 +58,7 @@ def rows_for(kind, **more):
 def environments_of(kind, said, **more):
     options = (NAME, {"kind": kind, **more}, ["<|im_end|>"])
     return Environments("dtrain.rl.environments.verifiers:RolloutMaker", options=options, whose="grpo.verifiers",
-                        timeout=30.0, say=said.append)  # fmt: skip
+                        timeout=30.0, print_line=said.append)  # fmt: skip
 
 
 CALL = '<tool_call>\n{"name": "power", "arguments": {"base": 3, "exponent": 2}}\n</tool_call>'

@@ -241,13 +241,13 @@ def test_a_judge_is_asked_once_for_the_same_words_and_its_failures_are_no_values
         assert ("The right answer:\nx" in question) == question.startswith("The question:\nq")
     server.says = "11 of 10: score: 11"
     assert judge(["q"] * 3, ["a", "a b", "c"], answer=["x"] * 3) == [None, 0.2, None]
-    assert "gave no score from 0 to 10" in judge.missed
+    assert "has no score from 0 to 10" in judge.missed
     server.says, server.asked = "500", []
     assert judge(["q"] * 20, [f"w{n}" for n in range(20)]) == [None] * 20
     count = len(server.asked)
     assert count < 30  # of 40 tries: it is down
     assert Judge(**given)(["p"], ["a b c"]) == [0.3] and len(server.asked) == count
-    with pytest.raises(UserError, match="has no model other; it has wise"):
+    with pytest.raises(UserError, match="has no model other. Set model to one of its models: wise"):
         Judge(**{**given, "model": "other"}).check_server()
 
 
@@ -269,7 +269,7 @@ def test_a_run_with_a_judge_that_fails_goes_on_and_counts_it(server, tmp_path, c
     assert [row["eval_unknown"] for row in evaluations(again)] == [5, 5, 5]
     assert "eval_reward_mean" not in evaluations(again)[0] and len(trained(again)) == 2
     told = capsys.readouterr().err
-    assert told.count("gave no score") == 1 and "5 without reward" in told
+    assert told.count("has no score") == 1 and "5 without reward" in told
     server.shutdown()
     server.server_close()
     (problem,) = preflight(recipe, 1)

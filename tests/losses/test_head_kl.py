@@ -234,6 +234,17 @@ def test_wrong_arguments_are_named():
         kl_sum_from_hidden_states(student, teacher, INDEX, temperature=0)
     with pytest.raises(ValueError, match="37 tokens here, the teacher's 30"):
         kl_sum_from_hidden_states(student, teacher._replace(weight=teacher.weight[:30]), INDEX)
+    top_k = topk_logits_from_hidden_states(teacher, 3, INDEX)
+    for beta in (0, 1.5):
+        message = f"jsd_beta={beta}: the teacher's share"
+        with pytest.raises(ValueError, match=message):
+            kl_sum_from_hidden_states(student, teacher, INDEX, jsd_beta=beta)
+        with pytest.raises(ValueError, match=message):
+            topk_kl_sum_from_hidden_states(student, *top_k, INDEX, jsd_beta=beta)
+        # Also on a rank without tokens, so that all ranks of a mesh fail alike.
+        empty = [values[:0] for values in top_k]
+        with pytest.raises(ValueError, match=message):
+            topk_kl_sum_from_hidden_states(student, *empty, INDEX[:0], jsd_beta=beta)
     with pytest.raises(ValueError, match="k=0"):
         topk_logits_from_hidden_states(teacher, 0, INDEX)
     student.hidden.requires_grad_()

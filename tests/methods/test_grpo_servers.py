@@ -115,5 +115,5 @@ def test_a_replayed_run_resumes_within_a_rollout_on_another_mesh(tmp_path, mixtu
 
 def test_a_server_that_tells_no_experts_is_refused_before_any_work(tmp_path, server):
     recipe = over_http(tmp_path, server, *REPLAY, name="dense", family="qwen3-moe")
-    with pytest.raises(UserError, match=r"only a mixture of experts has any\); grpo.router_replay=true needs servers"):
+    with pytest.raises(UserError, match=r"only a mixture of experts has any\). Servers must report routed experts"):
         run(recipe)

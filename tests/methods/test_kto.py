@@ -166,7 +166,7 @@ def test_rows_become_replies_that_are_wanted_or_not(tmp_path, name):
     template.write_text(TEMPLATE)
     data = section(train=split(str(path)), packing=False, shuffle=False, chat_template=str(template))
     tokenizer = Tokenizer.from_directory(write_model(tmp_path / "model"))
-    rows = open_rows(data, kind="labelled", tokenizer=tokenizer, say=lambda line: None, progress=False)
+    rows = open_rows(data, kind="labelled", tokenizer=tokenizer, print_line=lambda line: None, progress=False)
     words = [text.replace("q ", "w8 ").replace("a ", "w9 ") for text, _ in expected]
     found = []
     for index in range(len(rows.samples)):

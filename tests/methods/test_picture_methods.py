@@ -84,7 +84,9 @@ def test_the_first_loss_of_pairs_is_that_of_transformers_logits(tmp_path):
     shared = (f"dpo.reference={reference}", "dpo.beta=0.3", "train.steps=1")
     recipes = [dpo(tmp_path, *shared), dpo(tmp_path, *shared, "dpo.precompute=true", name="table")]
     tokenizer = Tokenizer.from_directory(live.model.path)
-    rows = open_rows(live.data, tokenizer=tokenizer, progress=False, say=lambda line: None, kind="pairs", epochs=1)
+    rows = open_rows(
+        live.data, tokenizer=tokenizer, progress=False, print_line=lambda line: None, kind="pairs", epochs=1
+    )
     pairs = rows.build([0, 1, 2, 3])
     policy, other = (sums_of_transformers(path, "qwen3-vl", pairs) for path in (Path(live.model.path), reference))
     margins = (policy - other).view(-1, 2).diff(dim=1).neg()

@@ -97,7 +97,7 @@ def test_other_ranks_write_nothing(tmp_path, capfd):
     run.resume_at(0)
     run.start(0, 1)
     run.train_row(1, loss=1.0)
-    run.say("hello")
+    run.print_line("hello")
     run.close()
     assert not (tmp_path / "run").exists()
     assert capfd.readouterr() == ("", "")
@@ -212,7 +212,7 @@ def test_a_terminal_gets_a_bar_with_everything():
     bar.start(0, 3)
     for step in (1, 2, 3):
         bar.update({"step": step, "loss": 1.25, "grad_norm": 0.5, "lr": 1e-5, "tokens_per_sec": 999.0, "mem_gib": 0.25})
-        bar.say(f"saved {step}")
+        bar.print_line(f"saved {step}")
     bar.close()
     plain = re.sub(r"\x1b\[\d*m", "", stream.getvalue())
     last = plain.split("\r")[-1]
@@ -265,14 +265,14 @@ def test_the_time_that_is_left_is_not_guessed_by_the_first_step(monkeypatch):
 
 def test_what_a_model_says_does_not_steer_the_terminal():
     for stream in (Terminal(), io.StringIO()):
-        Progress(stream).say("a\x1b[2Jb\rc\x9bd\te")
+        Progress(stream).print_line("a\x1b[2Jb\rc\x9bd\te")
         assert "a\\x1b[2Jb\\rc\\x9bd\te\n" in stream.getvalue()
 
 
 @pytest.mark.parametrize(("line", "marked"), [("warning: x", "31m"), ("note: x", "33m"), ("model     x", "1m")])
 def test_a_terminal_has_colours_and_a_file_has_none(line, marked):
     for stream in (Terminal(), io.StringIO()):
-        Progress(stream).say(line)
+        Progress(stream).print_line(line)
         assert (marked in stream.getvalue()) is stream.isatty()
 
 

@@ -114,17 +114,17 @@ def test_calls_under_way_are_given_up_when_asked(vllm):
 def test_a_server_that_stays_broken_ends_in_its_name_and_what_was_tried(vllm):
     vllm.faults = [fakes.status(500)] * 100
     engine = engine_of(vllm, retries=2)
-    with pytest.raises(UserError, match=rf"{vllm.url}: 3 tries, the last: 500: the cloud passes"):
+    with pytest.raises(UserError, match=rf"{vllm.url}: 3 tries, the last error: 500: the cloud passes"):
         engine.generate(requests_of(2, 2))
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"logprobs": False}, "carry no logprobs"),
-        ({"samples": -1}, "asked for n=2 completions, it gave 1"),
-        ({"samples": 1}, "asked for n=2 completions, it gave 3"),
-        ({"short": True}, "6 tokens and ended by length, where 7"),
+        ({"logprobs": False}, "completions have no log-probabilities"),
+        ({"samples": -1}, "returned 1 completions instead of n=2"),
+        ({"samples": 1}, "returned 3 completions instead of n=2"),
+        ({"short": True}, '6 tokens and the finish_reason "length", but the request allowed 7'),
     ],
 )
 def test_answers_that_cannot_be_used_say_why(vllm, change, words):
@@ -137,7 +137,7 @@ def test_answers_that_cannot_be_used_say_why(vllm, change, words):
 
 def test_other_servers_go_on_where_one_dies(vllm):
     other, said = FakeVllm(), []
-    engine = engine_of(vllm, other, say=said.append)
+    engine = engine_of(vllm, other, print_line=said.append)
     requests = requests_of(12, 2)
     expected = engine.generate(requests)
     assert vllm.calls and other.calls
@@ -156,17 +156,20 @@ def test_a_server_that_hangs_costs_half_the_time_and_alone_all_of_it(vllm):
     assert len(engine.generate(requests_of(4, 2))) == 8
     assert time.monotonic() - start < 2.0
     other.close()
-    with pytest.raises(UserError, match=rf"{vllm.url}: 1 tries, the last: no answer within 1 s"):
+    with pytest.raises(UserError, match=rf"{vllm.url}: 1 try, the last error: no answer within 1 s"):
         engine_of(vllm, timeout=1.0).generate(requests_of(1, 2))
 
 
 LIES = {  # a change of vLLM's answer: what is said of it
-    "no choice": (lambda answer: answer["choices"].__setitem__(0, 7), "in another form than vllm's .TypeError"),
-    "no index": (lambda answer: answer["choices"][0].pop("index"), "in another form than vllm's .KeyError"),
-    "a word": (lambda answer: answer["choices"][0].__setitem__("logprobs", "x"), "another form than vllm's .Attrib"),
-    "a half": (lambda answer: answer["choices"][0]["token_ids"].__setitem__(1, 1.5), "a token id that is no id"),
-    "below": (lambda answer: answer["choices"][0]["token_ids"].__setitem__(1, -1), "a token id that is no id"),
-    "beyond": (lambda answer: answer["choices"][0]["token_ids"].__setitem__(1, 99), "drew the token 99, and the model"),
+    "no choice": (lambda answer: answer["choices"].__setitem__(0, 7), "does not have vllm's form .TypeError"),
+    "no index": (lambda answer: answer["choices"][0].pop("index"), "does not have vllm's form .KeyError"),
+    "a word": (lambda answer: answer["choices"][0].__setitem__("logprobs", "x"), "does not have vllm's form .Attrib"),
+    "a half": (lambda answer: answer["choices"][0]["token_ids"].__setitem__(1, 1.5), "has 1.5 as a token id"),
+    "below": (lambda answer: answer["choices"][0]["token_ids"].__setitem__(1, -1), "has -1 as a token id"),
+    "beyond": (
+        lambda answer: answer["choices"][0]["token_ids"].__setitem__(1, 99),
+        "sampled the token 99, but the model's ids end at 98",
+    ),
 }
 
 
@@ -216,10 +219,10 @@ def test_an_answer_has_its_time_and_its_size(vllm, monkeypatch):
         engine_of(vllm, timeout=1.0, retries=0).generate(requests_of(1, 1))
     assert time.monotonic() - begun < 5
     vllm.faults = [torn]
-    with pytest.raises(UserError, match="the answer broke off after 2 bytes"):
+    with pytest.raises(UserError, match="the answer ended after 2 bytes"):
         engine_of(vllm, retries=0).generate(requests_of(1, 1))
     monkeypatch.setattr(http_client, "MAX_ANSWER_BYTES", 100)
-    with pytest.raises(UserError, match="an answer of more than 0 MiB"):
+    with pytest.raises(UserError, match="the answer has more than 0 MiB"):
         engine_of(vllm, retries=0).generate(requests_of(1, 1))
 
 
@@ -246,12 +249,12 @@ def test_close_ends_what_is_under_way(vllm):
 @pytest.mark.parametrize(
     ("urls", "options", "words"),
     [
-        ([], {}, "no server is named"),
-        (["ftp://x"], {}, "no server's address"),
+        ([], {}, "grpo.server.urls is empty"),
+        (["ftp://x"], {}, "is not the address of a server"),
         (["http://x:port"], {}, "http://x:port"),
-        (["http://127.0.0.1:9"], {"start_timeout": 0.5}, "127.0.0.1:9: 2 tries, the last: Connection refused"),
+        (["http://127.0.0.1:9"], {"start_timeout": 0.5}, "127.0.0.1:9: 2 tries, the last error: Connection refused"),
         (["vllm"], {"kind": "tgi"}, "kind=tgi is unknown"),
-        (["vllm"], {"model": "other"}, "has no model other; it has policy"),
+        (["vllm"], {"model": "other"}, "no such model. Its models are policy"),
         (["vllm"], {"api_key_file": "/nowhere/key"}, "/nowhere/key"),
     ],
 )
@@ -262,14 +265,16 @@ def test_mistakes_are_told_at_the_start(vllm, urls, options, words):
 
 def test_a_server_that_is_waited_for_says_for_how_long():
     said = []
-    with pytest.raises(UserError, match=r"the time of 0\.6 s, grpo\.server\.start_timeout, is over"):
-        engine_of("http://127.0.0.1:9", start_timeout=0.6, say=said.append)
-    assert len(said) == 1 and said[0].endswith("Waiting for the server, 1 s left of 0.6 s, grpo.server.start_timeout")
+    with pytest.raises(UserError, match=r"did not come up within grpo\.server\.start_timeout=0\.6 seconds"):
+        engine_of("http://127.0.0.1:9", start_timeout=0.6, print_line=said.append)
+    assert len(said) == 1 and said[0].endswith(
+        "Waiting for the server for 1 more seconds (grpo.server.start_timeout=0.6)"
+    )
 
 
 def test_a_server_of_another_kind_is_named(vllm):
     vllm.owner = "someone"
-    with pytest.raises(UserError, match="its models are someone's"):
+    with pytest.raises(UserError, match='the owner of its models is "someone"'):
         engine_of(vllm)
     assert engine_of(vllm, kind="vllm").generate(requests_of(1, 1))
 
@@ -305,7 +310,7 @@ def test_sglang_reads_a_directory_and_says_its_version(sglang, tmp_path):
 def test_a_server_with_old_weights_is_not_asked(sglang, tmp_path):
     """One that did not take the last weights, or was started anew since, gives no completions until it has them."""
     other, said = FakeSglang(), []
-    engine = engine_of(sglang, other, say=said.append, retries=1)
+    engine = engine_of(sglang, other, print_line=said.append, retries=1)
     other.succeeds = False
     engine.update_from_directory(tmp_path, 1)
     assert any(other.url in line and "version 1" in line for line in said)
@@ -316,7 +321,9 @@ def test_a_server_with_old_weights_is_not_asked(sglang, tmp_path):
     other.version = "0"  # started anew
     assert {one.version for one in engine.generate(requests_of(8, 1))} == {2}
     sglang.version = "0"
-    with pytest.raises(UserError, match="has version 0 of the weights, not 2: was it restarted"):
+    with pytest.raises(
+        UserError, match="has version 0 of the weights instead of version 2, so it may have been restarted"
+    ):
         engine.generate(requests_of(1, 1))
     other.close()
 
@@ -326,7 +333,7 @@ def test_a_wrong_key_is_told_with_the_setting(vllm):
         raise fakes.Refusal(401, "Unauthorized")
 
     vllm.get = refuse
-    with pytest.raises(UserError, match="401: Unauthorized; grpo.server.api_key_file names a file"):
+    with pytest.raises(UserError, match="401: Unauthorized. Set grpo.server.api_key_file to a file"):
         engine_of(vllm)
 
 
@@ -337,8 +344,31 @@ def test_a_context_that_is_too_small_is_told_with_the_flag(vllm):
         return True
 
     vllm.faults = [refused]
-    with pytest.raises(UserError, match="max_model_len=256(.|\n)*hold prompt and completion .--max-model-len"):
+    with pytest.raises(UserError, match="max_model_len=256(.|\n)*a context for prompt and completion .--max-model-len"):
         engine_of(vllm).generate(requests_of(1, 1))
+
+
+@pytest.mark.parametrize("weight_info", [["2"], "2", 2, {"weight_version": ["2"]}])
+def test_vllm_may_report_its_weights_in_another_form(vllm, tmp_path, weight_info):
+    """An unknown form counts as a release that does not report the version."""
+    usual = vllm.get
+    vllm.get = lambda path: weight_info if path == "/weight_info" else usual(path)
+    engine = engine_of(vllm)
+    engine.update_from_directory(tmp_path, 2)
+    assert engine.generate(requests_of(1, 1))[0].version == 2
+
+
+def test_sglang_may_answer_an_update_in_another_form(sglang, tmp_path):
+    sglang.other = lambda path, body: ["ok"] if path == "/update_weights_from_disk" else {"message": "ok"}
+    with pytest.raises(UserError, match="no server loaded version 3(.|\\n)*did not confirm"):
+        engine_of(sglang).update_from_directory(tmp_path, 3)
+
+
+@pytest.mark.parametrize("models", [["policy"], [None], {"policy": {}}, "policy"])
+def test_a_list_of_models_in_another_form_is_an_error(vllm, models):
+    vllm.get = lambda path: {"data": models}
+    with pytest.raises(UserError, match="/v1/models"):
+        engine_of(vllm, start_timeout=0.1)
 
 
 @pytest.mark.slow
@@ -349,8 +379,11 @@ def test_vllm_that_was_started_anew_is_known_by_what_it_says_of_its_weights(vllm
     assert engine.generate(requests_of(1, 1))[0].version is None
     engine.update_from_directory(tmp_path, 2)
     assert engine.generate(requests_of(1, 1))[0].version == 2
-    for vllm.weight_version, held in (("default", "the weights that it began with"), ("1", "version 1 of the weights")):
-        with pytest.raises(UserError, match=f"it has {held}, not version 2: was it restarted"):
+    for vllm.weight_version, held in (
+        ("default", "the weights that it was started with"),
+        ("1", "version 1 of the weights"),
+    ):
+        with pytest.raises(UserError, match=f"the server has {held} instead of version 2, so it may"):
             engine.generate(requests_of(1, 1))
     engine.update_from_directory(tmp_path, 3)
     assert engine.generate(requests_of(1, 1))[0].version == 3

@@ -45,7 +45,9 @@ def iterate_prompts(root, family):
     recipe = picture_recipe(root, f"model.path={model}", "method=grpo", "data.max_length=200",
                             f"data.train.path={write_jsonl(root / 'rows.jsonl', rows)}")  # fmt: skip
     tokenizer = Tokenizer.from_directory(model)
-    rows = open_rows(recipe.data, tokenizer=tokenizer, progress=False, say=lambda line: None, kind="prompts", epochs=1)
+    rows = open_rows(
+        recipe.data, tokenizer=tokenizer, progress=False, print_line=lambda line: None, kind="prompts", epochs=1
+    )
     return model, tokenizer, rows
 
 
@@ -98,7 +100,7 @@ def test_a_server_that_has_the_chat_route_alone_reads_the_same_ids(made):
     """As an older vLLM, or one without --enable-scale-out."""
     said = []
     with serving(made[0]) as (url, _):
-        completions = engine_of(url, kind="vllm", say=said.append).generate(requests_of(made, True, 0, 1))
+        completions = engine_of(url, kind="vllm", print_line=said.append).generate(requests_of(made, True, 0, 1))
     assert_same_draws(completions, native(made, requests_of(made, False, 0, 1)))
     is_qwen = requests_of(made, True)[0].image_prompt.short_ids is not None
     assert len(said) == is_qwen and all("there is no /inference/v1/generate here" in line for line in said)
@@ -127,9 +129,9 @@ def test_vllm_that_closes_the_route_or_passes_images_over_gets_conversations(of_
     requests = requests_of(of_qwen, True, samples=1)
     vllm.reads = trainers(requests)
     expected = engine_of(vllm).generate(requests)
-    for vllm.scale_out, vllm.passes_over, word in ((False, False, "Scale-out"), (True, True, "accepts no images")):
+    for vllm.scale_out, vllm.passes_over, word in ((False, False, "Scale-out"), (True, True, "ignores images")):
         vllm.calls, said = [], []
-        assert engine_of(vllm, say=said.append, concurrency=1).generate(requests) == expected
+        assert engine_of(vllm, print_line=said.append, concurrency=1).generate(requests) == expected
         chats = [body for path, body in vllm.calls if path == "/v1/chat/completions"]
         assert len(said) == 1 and word in said[0] and [body["n"] for body in chats] == [1, 1, 1]
         paths = [path for path, _ in vllm.calls]
@@ -167,7 +169,10 @@ def test_another_prompt_than_the_trainers_is_refused_with_what_differs(of_qwen, 
     first, images = requests[0], requests[0].image_prompt
     place = list(first.prompt).index(images.token_id)
     vllm.reads = lambda uris: [*first.prompt[:place], *[images.token_id] * 5, *first.prompt[place:]]
-    for vllm.scale_out, fix in ((True, "is read there too$"), (False, "with the run's chat template .--chat-template")):
+    for vllm.scale_out, fix in (
+        (True, "image processor is the same$"),
+        (False, "with the run's chat template .--chat-template"),
+    ):
         with pytest.raises(UserError, match=f"its images are 9 tokens there and 4 here. Serve(.|\n)*{fix}"):
             engine_of(vllm).generate([first])
         bounded = replace(first, image_prompt=replace(images, max_pixels=256))
@@ -187,13 +192,13 @@ def test_sglang_gets_token_ids_and_images_and_tells_how_many_tokens_it_read(of_q
     assert body["image_data"] == [requests[0].image_prompt.uris()] * 2
     sglang.prompt_tokens += 3
     count = len(requests[0].prompt)
-    with pytest.raises(UserError, match=f"it has {count + 3} tokens there and {count} here"):
+    with pytest.raises(UserError, match=f"{count + 3} tokens there, {count} here"):
         engine_of(sglang).generate(requests)
 
 
 def test_sglang_refuses_models_with_words_around_images(of_gemma, sglang):
     requests = requests_of(of_gemma, True)[:1]
-    with pytest.raises(UserError, match="sglang takes no images of this model: use vLLM or dtrain serve"):
+    with pytest.raises(UserError, match="sglang accepts no images of this model. Use vLLM or dtrain serve"):
         engine_of(sglang).generate(requests)
 
 

@@ -130,7 +130,7 @@ def test_every_rank_is_told_where_no_server_takes_the_weights(tmp_path, servers)
     told = run_world(publish_and_fail, 2, recipe, [url])
     assert told[0] == told[1] and len(told[0]) == 2
     assert "q_proj.weight is [32, 32], the model has [64, 32]" in told[0][0]
-    assert "no server took version 1" in told[0][1] and "do not fit" in told[0][1]
+    assert "no server loaded version 1" in told[0][1] and "do not fit" in told[0][1]
     health = {"status": "ok", "weight_version": version, "running": 0, "waiting": 0}
     assert ask(url, "/health")[1] == health
 
@@ -138,7 +138,7 @@ def test_every_rank_is_told_where_no_server_takes_the_weights(tmp_path, servers)
 def test_vllm_takes_no_stream():
     fake = FakeVllm()
     try:
-        with pytest.raises(UserError, match="publish by a shared directory"):
+        with pytest.raises(UserError, match="or set grpo.server.weights=directory"):
             StreamPublisher(HttpEngine([fake.url]))
     finally:
         fake.close()
@@ -312,17 +312,17 @@ def test_versions_that_no_server_tells_are_those_of_the_start():
 def test_servers_that_stay_behind_are_an_error():
     prefetcher = RolloutPrefetcher(answering([1, 1, 1], [1, 1, 1]), 1)
     prefetcher.start(REQUESTS, 1)
-    with pytest.raises(UserError, match="version 1 of the weights and the trainer has 3"):
+    with pytest.raises(UserError, match="version 1 of the weights, but the trainer has version 3"):
         prefetcher.result(3)
 
 
 def test_an_error_in_the_thread_is_raised_where_it_is_taken():
     def generate(requests, should_stop=None):
-        raise UserError("no server gave completions")
+        raise UserError("no server returned completions")
 
     prefetcher = RolloutPrefetcher(SimpleNamespace(generate=generate), 1)
     prefetcher.start(REQUESTS, 0)
-    with pytest.raises(UserError, match="no server gave"):
+    with pytest.raises(UserError, match="no server returned"):
         prefetcher.result(0)
     assert not prefetcher.is_running
     with pytest.raises(ValueError, match="start one first"):

@@ -72,14 +72,14 @@ def changed(place, value):
 
 
 BAD = {
-    "none": (None, "no routed experts; start it with --enable-return-routed-experts"),
+    "none": (None, "no routed experts. Start the server with --enable-return-routed-experts"),
     "another model": (lambda tokens: npy(experts_of(tokens - 1, top=3)), r"\[9, 2, 3\], not \[9, 2, 2\]"),
     "other layers": (lambda tokens: npy(experts_of(tokens - 1, layers=4)), r"\[9, 4, 2\], not \[9, 2, 2\]"),
     "too few tokens": (lambda tokens: npy(experts_of(tokens - 2)), r"\[8, 2, 2\], not \[9, 2, 2\]"),
-    "beyond": (changed((1, 1, 0), 6), "to 6, and the model has 6"),
+    "beyond": (changed((1, 1, 0), 6), "to 6, but the model's are from 0 to 5"),
     "below": (changed((1, 1, 0), -2), "are from -2"),
     "half known": (changed((1, 1, 0), -1), "are from -1"),
-    "twice": (changed((1, 1), 4), "one twice for a token"),
+    "twice": (changed((1, 1), 4), "the same routed expert twice for a token"),
     "a number": (lambda tokens: 7, "cannot be read"),
     "a ragged list": (lambda tokens: [[[1, 2], [3]]], "cannot be read"),
     "parts that do not fit": (lambda tokens: (experts_of(3).tolist(), [[[1, 2]]]), r"\[3, 2, 2\] and \[1, 1, 2\]"),
@@ -100,5 +100,5 @@ def test_experts_that_cannot_be_are_refused_in_the_servers_name(case, vllm):
     with pytest.raises(UserError, match=words) as caught:
         engine.generate(requests_of(1, 1))
     assert vllm.url in str(caught.value)
-    with pytest.raises(UserError, match="grpo.router_replay=true needs servers"):
+    with pytest.raises(UserError, match="Servers must report routed experts for grpo.router_replay=true"):
         engine_of(vllm, routed=READER)

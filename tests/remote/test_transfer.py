@@ -14,7 +14,7 @@ import torch.distributed as dist
 from dtrain.base.errors import UserError
 from dtrain.rl.remote import engine as engine_module
 from dtrain.rl.remote.http import HttpEngine
-from dtrain.rl.remote.publish import NcclRoot, TransferPublisher
+from dtrain.rl.remote.publish import NcclRoot, StreamPublisher, TransferPublisher
 from tests.policy.test_weights import policy_of
 from tests.problem_lines import method_problems
 from tests.remote.fakes import FakeVllm, Refusal
@@ -291,20 +291,25 @@ def test_the_group_is_of_those_that_are_there(servers, root):
     publisher.engine.servers[0].client.hang_up()
     publisher.publish(Source(2), 2)
     assert root.groups[0].aborted and len(root.groups[1].inboxes) == 2 and servers[1].ranks == [1, 2]
-    assert [state.update_problem for state in publisher.engine.servers] == ["it was not there", None]
+    assert [state.update_problem for state in publisher.engine.servers] == [
+        "the server did not answer when the update began",
+        None,
+    ]
 
 
 def test_a_server_that_does_not_begin_is_named(servers, root):
     publisher = publisher_of(servers, root)
     servers[1].start_weight_update = lambda: (_ for _ in ()).throw(Refusal(500, "no room"))
-    with pytest.raises(UserError, match=f"{servers[1].url}/start_weight_update: 500: no room; the servers stay paused"):
+    with pytest.raises(UserError, match=f"{servers[1].url}/start_weight_update: 500: no room. The servers stay paused"):
         publisher.publish(Source(1), 1)
 
 
 def test_servers_that_do_not_meet_are_told_why(servers, root):
     publisher = publisher_of(servers, root)
     servers[1].broken = ("init_weight_transfer_engine", 1)
-    with pytest.raises(UserError, match="did not meet this one over NCCL: .*engine; trainer and servers need GPUs"):
+    with pytest.raises(
+        UserError, match="did not join this GPU's NCCL group: .*engine. Trainer and servers need different GPUs"
+    ):
         publisher.publish(Source(1), 1)
     root.groups[0].meeting.abort()
     assert not any(server.is_paused for server in servers)  # nothing was begun
@@ -313,7 +318,7 @@ def test_servers_that_do_not_meet_are_told_why(servers, root):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"knows_id": False}, "positional arguments.*start vLLM 0.30 or later"),
+        ({"knows_id": False}, "positional arguments.*Start vLLM 0.30 or later"),
         ({"configured": False}, "not configured.*--weight-transfer-config"),
         ({"develops": False}, "/get_world_size: 404: .*VLLM_SERVER_DEV_MODE=1"),
     ],
@@ -328,13 +333,15 @@ def test_a_server_without_the_transfer_is_refused_at_the_start(servers, root, ch
 
 def test_groups_of_more_ranks_than_one_id_holds_are_refused(servers, root):
     servers[1].size = 126
-    with pytest.raises(UserError, match="the servers have 128 GPUs, and one group takes 127"):
+    with pytest.raises(
+        UserError, match="the servers have 128 GPUs, but grpo.server.weights=broadcast reaches at most 127"
+    ):
         publisher_of(servers, root).publish(Source(1), 1)
 
 
 def test_a_machine_without_nccl_is_refused_before_a_server_is_asked(servers):
     engine = HttpEngine([servers[0].url])
-    with pytest.raises(UserError, match="the run's device is cpu, and NCCL is for CUDA; or set grpo.server.weights"):
+    with pytest.raises(UserError, match="the run's device is cpu. Set grpo.server.weights=directory"):
         TransferPublisher(engine, device=CPU)
     if not dist.is_nccl_available():
         with pytest.raises(UserError, match="this torch was built without NCCL"):
@@ -343,8 +350,15 @@ def test_a_machine_without_nccl_is_refused_before_a_server_is_asked(servers):
 
 
 def test_servers_of_two_kinds_join_no_group(servers, root, sglang):
-    with pytest.raises(UserError, match="is a sglang server, which joins no group of the others' kind"):
+    with pytest.raises(UserError, match="is a sglang server, which cannot join the process group of the other servers"):
         publisher_of([servers[0], sglang], root)
+
+
+def test_a_server_that_does_not_report_its_ranks_is_named(sglang):
+    usual = sglang.get
+    sglang.get = lambda path: ["tp_size"] if path == "/get_server_info" else usual(path)
+    with pytest.raises(UserError, match=f"{sglang.url}/get_server_info does not report tp_size"):
+        StreamPublisher(HttpEngine([sglang.url])).publish(Source(1), 1)
 
 
 def test_broadcast_to_vllm_is_its_transfer(servers, sglang):

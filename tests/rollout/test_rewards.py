@@ -197,7 +197,7 @@ FAILURES = {
 def test_whatever_happens_to_one_reward_the_others_and_later_calls_have_values(mine):
     said = []
     specs = [Spec("mine.exact"), Spec("mine.when_told"), Spec("mine.none", 5.0)]
-    with Rewards(specs, timeout=0.5, say=said.append) as rewards:
+    with Rewards(specs, timeout=0.5, print_line=said.append) as rewards:
         assert scored(rewards).total == [2.0, 6.0]
         for failure, words in FAILURES.items():
             said.clear()
@@ -230,7 +230,7 @@ def test_answers_that_nobody_waited_for_are_not_taken_for_later_ones(mine):
 def test_what_a_reward_leaves_behind_holds_nobody_up(mine):
     """It lives in a session of its own, with the process's end of the way to it."""
     said = []
-    with Rewards([Spec("mine.when_told"), Spec("mine.exact")], timeout=0.5, say=said.append) as rewards:
+    with Rewards([Spec("mine.when_told"), Spec("mine.exact")], timeout=0.5, print_line=said.append) as rewards:
         began = time.monotonic()
         assert scored(rewards, "leave").total == [0.0, 0.0]
         assert scored(rewards).total == [2.0, 1.0] and time.monotonic() - began < 10

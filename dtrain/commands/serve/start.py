@@ -42,7 +42,7 @@ def serve(
     grace: float,
     watch: Path | None = None,
     access_log: bool = True,
-    say: Callable[[str], None] = print,
+    print_line: Callable[[str], None] = print,
 ) -> None:
     """Serve until SIGTERM or Ctrl-C. Must be called on the main thread.
 
@@ -52,7 +52,7 @@ def serve(
         grace: Seconds to finish running requests after a signal. The rest is refused. A second signal ends at once.
         watch: Directory whose newest complete step-N is loaded when it appears.
         access_log: Whether each request is logged.
-        say: Prints a line.
+        print_line: Prints a line.
 
     Raises:
         Stopped: After a signal.
@@ -70,7 +70,7 @@ def serve(
     http.start()
     watcher = None
     if watch is not None and updates is not None:
-        watcher = DirectoryWatcher(watch, updates, say)
+        watcher = DirectoryWatcher(watch, updates, print_line)
     signum = None
     try:
         while signum is None and worker.failure is None and http.is_alive():
@@ -96,11 +96,11 @@ class DirectoryWatcher:
     Args:
         shared: The directory.
         updates: Loads weights into the model.
-        say: Prints a line.
+        print_line: Prints a line.
     """
 
-    def __init__(self, shared: Path, updates: Updates, say: Callable[[str], None]):
-        self.shared, self.updates, self.say = shared, updates, say
+    def __init__(self, shared: Path, updates: Updates, print_line: Callable[[str], None]):
+        self.shared, self.updates, self.print_line = shared, updates, print_line
         self._seen: tuple[int, str] | None = None
 
     def look(self) -> None:
@@ -116,9 +116,9 @@ class DirectoryWatcher:
             self._seen = seen
             try:
                 self.updates.load(directory, version)
-                self.say(f"loaded version {version} of the weights from {directory}")
+                self.print_line(f"loaded version {version} of the weights from {directory}")
             except (UserError, ApiError) as error:
-                self.say(f"{directory} is not loaded: {error}")
+                self.print_line(f"{directory} is not loaded: {error}")
 
 
 class _Prepared(NamedTuple):
@@ -139,12 +139,12 @@ class _Prepared(NamedTuple):
     body: str
 
 
-def serve_directory(arguments: Namespace, say: Callable[[str], None] = print) -> None:
+def serve_directory(arguments: Namespace, print_line: Callable[[str], None] = print) -> None:
     """Serve the model of a directory until a signal.
 
     Args:
         arguments: Arguments of the command.
-        say: Prints a line.
+        print_line: Prints a line.
 
     Raises:
         Stopped: After a signal.
@@ -174,16 +174,16 @@ def serve_directory(arguments: Namespace, say: Callable[[str], None] = print) ->
     host_in_url = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
     url = f"http://{host_in_url}:{sock.getsockname()[1]}"
     dtype_name = str(dtype).removeprefix("torch.")
-    say(f"serving {prepared.what} at {url} ({dtype_name} on {device}{prepared.adapters})")
+    print_line(f"serving {prepared.what} at {url} ({dtype_name} on {device}{prepared.adapters})")
     if key is None:
-        say(f"  curl {url}{prepared.path} -H 'Content-Type: application/json' -d '{prepared.body}'")
+        print_line(f"  curl {url}{prepared.path} -H 'Content-Type: application/json' -d '{prepared.body}'")
     serve(
         sock,
         prepared.service,
         grace=arguments.grace,
         watch=arguments.watch,
         access_log=arguments.access_log,
-        say=say,
+        print_line=print_line,
     )
 
 

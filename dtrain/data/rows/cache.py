@@ -310,7 +310,7 @@ def open_cache(
     num_workers: int | None = None,
     progress: bool = True,
     label: str = "data",
-    say: Callable[[str], None] = print,
+    print_line: Callable[[str], None] = print,
 ) -> Samples:
     """Open the samples of some sources, and tokenise them first if they are not cached.
 
@@ -322,7 +322,7 @@ def open_cache(
         num_workers: Processes that tokenise; None or 0 for one per core.
         progress: Whether a progress bar is shown.
         label: Name of the data in messages.
-        say: Prints a line if a damaged cache is made again.
+        print_line: Prints a line if a damaged cache is made again.
 
     Returns:
         The samples.
@@ -345,7 +345,7 @@ def open_cache(
     root = Path(cache_dir).expanduser().resolve()  # a link may lead to a disk on which nothing exists yet
     directory = root / _cache_key(sources, encoder, data_digests)
     for damage in delete_damaged_cache(directory, Ranks()):
-        say(f"{label}: {damage}; it is made again")
+        print_line(f"{label}: {damage}; it is made again")
     try:
         root.mkdir(parents=True, exist_ok=True)
         if not is_complete(directory):

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from dtrain.data.formats.prompts import PromptOptions
     from dtrain.data.images.reader import ImageReader
 
-Say = Callable[[str], None]  # prints a line
+PrintLine = Callable[[str], None]  # prints a line
 
 
 class EncoderClass(NamedTuple):
@@ -92,7 +92,7 @@ def open_rows(
     seed: int = 0,
     epochs: float | None = None,
     cache_dir: str | Path | None = None,
-    say: Say = print,
+    print_line: PrintLine = print,
     progress: bool = True,
 ) -> Rows:
     """Open the rows of the training or the validation data.
@@ -110,7 +110,7 @@ def open_rows(
         seed: Seed of the order and of the validation split.
         epochs: Passes over the training data; None for an endless sequence.
         cache_dir: Directory of the cache if `section.cache_dir` is not set.
-        say: Prints a line: what was detected, chosen, truncated and left out.
+        print_line: Prints a line: what was detected, chosen, truncated and left out.
         progress: Whether a progress bar is shown.
 
     Raises:
@@ -122,7 +122,9 @@ def open_rows(
     is_train = split == "train"
     data_name = f"{split} data"
     cache_dir = section.cache_dir or cache_dir
-    sources, encoder = _open_sources(section, tokenizer, template, split, kind, prompts, label, seed, cache_dir, say)
+    sources, encoder = _open_sources(
+        section, tokenizer, template, split, kind, prompts, label, seed, cache_dir, print_line
+    )
     samples = open_cache(
         sources,
         encoder,
@@ -130,7 +132,7 @@ def open_rows(
         num_workers=section.num_workers,
         progress=progress,
         label=data_name,
-        say=say,
+        print_line=print_line,
     )
     num_string_prompts = samples.meta["plain_prompts"]
     lines = describe_samples(samples, data_name, section.too_long)
@@ -139,7 +141,7 @@ def open_rows(
         formats = {name for source in sources for name in source.formats}
         lines += notes_on_endings(encoder, formats, samples.meta["rows"], num_string_prompts)
     for line in lines:
-        say(line)
+        print_line(line)
     rows = Rows(
         samples,
         max_length=section.max_length,
@@ -152,7 +154,9 @@ def open_rows(
     if section.packing == "auto" and not should_pack(rows, kind):
         num_packed = rows.rows_in_epoch(0)
         rows = replace(rows, packing=False)
-        say(f"data.packing=auto: false, since packed the data has {num_packed} {plural(num_packed, 'row')} a pass")
+        print_line(
+            f"data.packing=auto: false, since packed the data has {num_packed} {plural(num_packed, 'row')} a pass"
+        )
     return rows
 
 
@@ -232,18 +236,18 @@ def _open_sources(
     label: "Label | None" = None,
     seed: int = 0,
     cache_dir: str | Path | None = None,
-    say: Say = _print_nothing,
+    print_line: PrintLine = _print_nothing,
 ) -> _SourcesAndEncoder:
     """Find the files of a split and build the encoder of their rows; the arguments are those of `open_rows`."""
     is_validation = split != "train"
     is_part_of_train = isinstance(section.val, float | int)  # the validation rows
     if is_validation and not is_part_of_train:
-        sources = _find_sources(section.val, "data.val", say, kind, cache_dir)
+        sources = _find_sources(section.val, "data.val", print_line, kind, cache_dir)
     elif is_validation:
-        say = _print_nothing  # these lines were printed when the training rows were opened
-        sources = _find_sources(section.train, "data.train", say, kind, cache_dir)
+        print_line = _print_nothing  # these lines were printed when the training rows were opened
+        sources = _find_sources(section.train, "data.train", print_line, kind, cache_dir)
     else:
-        sources = _find_sources(section.train, "data.train", say, kind, cache_dir)
+        sources = _find_sources(section.train, "data.train", print_line, kind, cache_dir)
     if is_part_of_train and any(source.weight for source in sources):
         # Training and validation rows are split from the same sources, those with a weight above 0.
         sources = [source for source in sources if source.weight]
@@ -261,7 +265,7 @@ def _open_sources(
         threshold = section.val if isinstance(section.val, float) else None
         encoder.split = ValidationSplit(section.val, seed, is_validation=is_validation, threshold=threshold)
     for line in _notes_on_formats(section, template, formats, kind, label):
-        say(line)
+        print_line(line)
     return _SourcesAndEncoder(sources, encoder)
 
 
@@ -304,7 +308,7 @@ def image_reader(section: Any, tokenizer: Tokenizer, cache_dir: str | Path | Non
     )
 
 
-def _find_sources(split: Any, key: str, say: Say, kind: str, cache_dir: str | Path | None) -> list[Source]:
+def _find_sources(split: Any, key: str, print_line: PrintLine, kind: str, cache_dir: str | Path | None) -> list[Source]:
     """Find the files of `data.train` or `data.val`, and the format of each. Raises UserError."""
     if split is None:
         raise UserError(f"{key} is null. Name its data with {key}.path")
@@ -325,7 +329,7 @@ def _find_sources(split: Any, key: str, say: Say, kind: str, cache_dir: str | Pa
         formats = detect_formats(files, source.format, kind, columns, f"{source_key}.columns")
         if source.format == "auto":
             for line in _describe_detected_formats(files, formats):
-                say(f"{key}: {line}")
+                print_line(f"{key}: {line}")
         sources.append(Source(files, formats, float(weight), columns))
     return sources
 

@@ -102,7 +102,7 @@ def kl_sum_from_hidden_states(
     """
     check_share(forward_share)
     if jsd_beta is not None:
-        check_beta(jsd_beta)
+        check_beta(jsd_beta, "jsd_beta")
     if len(student.weight) != len(teacher.weight):
         raise ValueError(
             f"the student's head has {len(student.weight)} tokens here, the teacher's {len(teacher.weight)}"
@@ -167,10 +167,10 @@ def check_share(share: float, name: str = "forward_share") -> None:
         raise ValueError(f"{name}={share}: the forward KL's share must be between 0 and 1")
 
 
-def check_beta(beta: float) -> None:
+def check_beta(beta: float, name: str = "beta") -> None:
     """Raise ValueError if the teacher's share of the mixture is not in (0, 1)."""
     if not 0 < beta < 1:
-        raise ValueError(f"beta={beta}: the teacher's share of the mixture must be between 0 and 1")
+        raise ValueError(f"{name}={beta}: the teacher's share of the mixture must be between 0 and 1")
 
 
 class _Divergence(NamedTuple):

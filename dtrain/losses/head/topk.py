@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dtrain.base.torch_functions import has_values
-from dtrain.losses.head.kl import check_share, forward_kl, generalized_jsd, reverse_kl
+from dtrain.losses.head.kl import check_beta, check_share, forward_kl, generalized_jsd, reverse_kl
 from dtrain.losses.head.softmax import (
     FormedSum,
     GradientCoefficients,
@@ -118,7 +118,7 @@ def topk_kl_sum_from_hidden_states(
         teacher_ids: The ids of these logits in the full vocabulary, [T, K].
         index: Flat positions of the T rows, [T], each at most once.
         forward_share: The share of the forward KL, in [0, 1].
-        jsd_beta: The teacher's share of the mixture. None: the KLs, not the Jensen-Shannon divergence.
+        jsd_beta: The teacher's share of the mixture, in (0, 1). None: the KLs, not the Jensen-Shannon divergence.
         temperature: Divides the logits of both models.
         zero_outside: True: the teacher is 0 outside its K tokens, the student is normalised over the full vocabulary,
             and log 0 counts as -100 in KL(p_student || p_teacher). False: the student is normalised over the K tokens.
@@ -137,6 +137,8 @@ def topk_kl_sum_from_hidden_states(
         `rows_per_tile` is None.
     """
     check_share(forward_share)
+    if jsd_beta is not None:
+        check_beta(jsd_beta, "jsd_beta")
     shard = shard or UNSHARDED
     source = HeadLogits(
         student.hidden,

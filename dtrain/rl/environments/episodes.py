@@ -296,7 +296,10 @@ def open_episodes(section: RolloutSection, data: Data, run: RunContext) -> Episo
         else:
             arguments = {"path": section.environment}
         environments = Environments(
-            **arguments, timeout=section.environment_timeout, threads=section.environment_threads, say=run.metrics.say
+            **arguments,
+            timeout=section.environment_timeout,
+            threads=section.environment_threads,
+            print_line=run.metrics.print_line,
         )
         return run.stack.enter_context(environments)
 

@@ -80,7 +80,7 @@ class Environments(Worker):
         timeout: Seconds for making an environment, and for a step with its observation.
         threads: Number of environments that are made or stepped at the same time. With 1, one thread makes all calls
             in order.
-        say: Prints a line. Called once for each cause of a failure.
+        print_line: Prints a line. Called once for each cause of a failure.
         grace: Seconds after the timeout until the process is killed.
 
     Raises:
@@ -95,7 +95,7 @@ class Environments(Worker):
         whose: str | None = None,
         timeout: float = 60.0,
         threads: int = 1,
-        say: Callable[[str], None] = print,
+        print_line: Callable[[str], None] = print,
         grace: float = GRACE,
     ):
         self._whose = whose or f"environment {path}"
@@ -111,7 +111,7 @@ class Environments(Worker):
             what=whose or f"the environments of {path}",
             timeout=timeout,
             key=KEY,
-            say=say,
+            print_line=print_line,
         )
 
     def make(self, seeded_rows: Sequence[tuple[Mapping[str, Any], int]]) -> None:

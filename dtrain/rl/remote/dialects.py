@@ -47,7 +47,7 @@ from dtrain.base.errors import UserError
 from dtrain.base.randomness import random_key
 from dtrain.inference.chats import ImagePrompt
 from dtrain.inference.request import Completion, Request, SamplingParams
-from dtrain.rl.remote.http_client import ClientError, HttpClient, RetryableError
+from dtrain.rl.remote.http_client import ClientError, HttpClient, RetryableError, with_advice
 
 Post = tuple[str, dict[str, Any]]
 """Path and body of a POST."""
@@ -57,8 +57,8 @@ VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 ADAPTER_NAME = "trained"
 """Name of the adapter on servers where all versions share one name."""
 
-OTHER_PROMPT_READ = "it read another prompt than the trainer has: "
-FIX_IMAGE_PROCESSOR = "Serve the run's very model directory, whose image processor is read there too"
+OTHER_PROMPT_READ = "the server read another prompt than the trainer: "
+FIX_IMAGE_PROCESSOR = "Serve the same model directory as the run, so that the image processor is the same"
 FIX_CHAT_TEMPLATE = "with the run's chat template (--chat-template, without --default-chat-template-kwargs)"
 
 
@@ -129,7 +129,7 @@ class Vllm:
     has_named_versions = True
     supports_dora = supports_vision_adapters = keeps_image_features = False
     routed_fields: dict[str, Any] = {}  # a server reports them in all answers or in none
-    routed_start = "start it with --enable-return-routed-experts (vLLM 0.21 or later)"
+    routed_start = "Start the server with --enable-return-routed-experts (vLLM 0.21 or later)"
 
     def body(self, requests: Sequence[Request], model: str, adapter: str | None = None) -> Post:
         """Return the path and body that request samples of one prompt.
@@ -167,29 +167,33 @@ class Vllm:
         """
         choices = sorted(answer["choices"], key=choice_index)
         experts = [choice.get("routed_experts") for choice in choices]
-        prompt_experts = answer.get("prompt_routed_experts")  # some releases report those of the prompt apart
+        # Some releases report the experts of the prompt separately, once for all completions.
+        prompt_experts = answer.get("prompt_routed_experts")
         if prompt_experts is None:
             return experts
-        return [
-            (prompt_experts, [] if completion_experts is None else completion_experts) for completion_experts in experts
-        ]
+        pairs = []
+        for completion_experts in experts:
+            if completion_experts is None:
+                completion_experts = []
+            pairs.append((prompt_experts, completion_experts))
+        return pairs
 
     def _completion(self, choice: dict[str, Any]) -> Completion:
         logprobs = choice.get("logprobs") or {}
-        values, ids = logprobs.get("token_logprobs"), choice.get("token_ids")
+        values = logprobs.get("token_logprobs")
         entries = logprobs.get("content")
-        if entries is not None:  # the answer of a conversation
+        if entries is not None:  # /v1/chat/completions
             values = [entry["logprob"] for entry in entries]
-        tokens: Sequence[str] | None = ids if ids is not None else logprobs.get("tokens")
-        if values is None or tokens is None:
+        ids = choice.get("token_ids")
+        tokens = logprobs.get("tokens")  # before vLLM 0.10.2 the only place with the ids, as "token_id:5"
+        if values is None or (ids is None and tokens is None):
             raise UserError(
-                "its completions carry no logprobs (or no token ids): use vLLM 0.10.2 or later, with "
-                "--max-logprobs at its default or above, or another kind of server"
+                "the server's completions have no log-probabilities or no token ids. Use vLLM 0.10.2 or later, and do "
+                "not lower its --max-logprobs"
             )
         if ids is None:
-            if not all(token.startswith(VLLM_TOKEN_PREFIX) for token in tokens):
-                raise UserError("it answers in text, not token ids: use vLLM 0.10.2 or later")
-            ids = [int(token.removeprefix(VLLM_TOKEN_PREFIX)) for token in tokens]
+            assert tokens is not None, "checked above"
+            ids = _parse_token_ids(tokens)
         return build_completion(ids, values, choice.get("finish_reason"), _parse_version(choice.get("weight_version")))
 
     def load(self, call: Call, directory: Path, version: int) -> None:
@@ -198,13 +202,14 @@ class Vllm:
         try:
             arguments = {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}
             if not self._try(call, "/collective_rpc", arguments):
-                raise UserError("it has no /collective_rpc: start it with VLLM_SERVER_DEV_MODE=1")
+                raise UserError("the server has no /collective_rpc. Start it with VLLM_SERVER_DEV_MODE=1")
             self._try(call, "/update_weight_version", {"new_version": str(version)})
             for post in self.clear_caches:
                 self._try(call, *post)
         finally:
-            for post in self.resume if was_paused else []:
-                call(*post)
+            if was_paused:
+                for post in self.resume:
+                    call(*post)
 
     def stale_weights(self, client: HttpClient, version: int, seconds: float) -> str | None:
         """Return a description of the server's weights if they are older than `version`, for example after a restart.
@@ -217,13 +222,16 @@ class Vllm:
             RetryableError: If the server does not answer.
         """
         try:
-            held = client.request("/weight_info", None, seconds).get("weight_version")
-        except ClientError:
+            answer = client.request("/weight_info", None, seconds)
+        except ClientError:  # this release has no such route
             return None
-        held_version = _parse_version(held)
-        if held_version is not None:
-            return f"version {held_version} of the weights" if held_version < version else None
-        return "the weights that it began with" if held == "default" else None
+        reported = answer.get("weight_version") if isinstance(answer, dict) else None
+        server_version = _parse_version(reported)
+        if server_version is not None and server_version < version:
+            return f"version {server_version} of the weights"
+        if reported == "default":
+            return "the weights that it was started with"
+        return None
 
     def adapter_problem(self, call: Call) -> str | None:
         """Return why the server cannot load adapters, by how it was started. None if it can."""
@@ -231,7 +239,8 @@ class Vllm:
             # An empty name is refused, but with another status than a missing route.
             call("/v1/load_lora_adapter", {"lora_name": "", "lora_path": ""})
         except ClientError as error:
-            return "it has no /v1/load_lora_adapter" if error.status in (404, 405) else None
+            if error.status in (404, 405):
+                return "the server has no /v1/load_lora_adapter"
         return None
 
     def load_adapter(self, call: Call, adapter: AdapterVersion) -> str:
@@ -240,16 +249,20 @@ class Vllm:
         try:
             call("/v1/load_lora_adapter", fields, is_json=False)
         except (ClientError, UserError) as error:
-            raise UserError(f"{error}; to take this adapter, {self.start_hint(adapter.rank)}") from error
+            raise UserError(with_advice(error, self.start_hint(adapter.rank))) from error
         return adapter.name
 
     def unload_adapter(self, call: Call, name: str) -> None:
         call("/v1/unload_lora_adapter", {"lora_name": name}, is_json=False, tries=1)
 
     def start_hint(self, rank: int) -> str:
-        """Return how to start a server that accepts adapters of rank `rank`."""
-        max_rank = min((allowed for allowed in VLLM_RANKS if allowed >= rank), default=rank)
-        return f"start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora --max-lora-rank {max_rank}"
+        """Return how to start a server that accepts adapters of rank `rank`, as a sentence for messages."""
+        max_rank = rank
+        for allowed_rank in VLLM_RANKS:
+            if allowed_rank >= rank:
+                max_rank = allowed_rank
+                break
+        return f"Start the server with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora --max-lora-rank {max_rank}"
 
     @staticmethod
     def _try(call: Call, path: str, body: dict[str, Any]) -> bool:
@@ -273,7 +286,7 @@ class Dtrain(Vllm):
     supports_dora = supports_vision_adapters = True
     keeps_image_features = False
     routed_fields = {"return_routed_experts": True}
-    routed_start = "it must serve a mixture of experts"
+    routed_start = "Serve a mixture of experts with it"
 
     def body(self, requests: Sequence[Request], model: str, adapter: str | None = None) -> Post:
         first = requests[0]
@@ -292,7 +305,8 @@ class Dtrain(Vllm):
         try:
             call("/v1/load_lora_adapter", {"lora_name": ADAPTER_NAME, "lora_path": "", "load_inplace": True})
         except ClientError as error:
-            return str(error) if error.status in (404, 405, 409) else None  # 409: it has no room for one
+            if error.status in (404, 405, 409):  # 409: the server has no memory for an adapter
+                return str(error)
         return None
 
     def load_adapter(self, call: Call, adapter: AdapterVersion) -> str:
@@ -301,7 +315,9 @@ class Dtrain(Vllm):
         return ADAPTER_NAME
 
     def start_hint(self, rank: int) -> str:
-        return "start it with --control DIR, which holds grpo.server.weights_dir, and --api-key-file FILE"
+        return (
+            "Start the server with --control DIR, which contains grpo.server.weights_dir, and with --api-key-file FILE"
+        )
 
 
 class Sglang:
@@ -317,30 +333,33 @@ class Sglang:
     supports_dora = supports_vision_adapters = False
     keeps_image_features = True  # `flush_cache` does not discard the features of images
     routed_fields = {"return_routed_experts": True}
-    routed_start = "start it with --enable-return-routed-experts"
+    routed_start = "Start the server with --enable-return-routed-experts"
 
     def body(self, requests: Sequence[Request], model: str, adapter: str | None = None) -> Post:
-        # The prompt is repeated with a seed for each sample, instead of `n`. The server shares the prompt's keys.
-        body = {
+        sampling_params = []
+        for request in requests:
+            fields = {
+                "max_new_tokens": request.sampling.max_new_tokens,
+                **sampling_fields(request.sampling),
+                "ignore_eos": not request.sampling.stop_ids,  # if true, SGLang also ignores stop tokens
+                "sampling_seed": derived_seed(request) % 2**31,  # used with --enable-deterministic-inference
+            }
+            sampling_params.append(fields)
+        body: dict[str, Any] = {
+            # The prompt is repeated with a seed for each sample, instead of `n`. The server shares the prompt's keys.
             "input_ids": [list(requests[0].prompt)] * len(requests),
-            "sampling_params": [
-                {
-                    "max_new_tokens": request.sampling.max_new_tokens,
-                    **sampling_fields(request.sampling),
-                    "ignore_eos": not request.sampling.stop_ids,  # if true, SGLang also ignores stop tokens
-                    "sampling_seed": derived_seed(request) % 2**31,  # used with --enable-deterministic-inference
-                }
-                for request in requests
-            ],
+            "sampling_params": sampling_params,
             "return_logprob": True,
             "logprob_start_len": -1,
         }
-        return "/generate", body if adapter is None else {**body, "lora_path": adapter}
+        if adapter is not None:
+            body["lora_path"] = adapter
+        return "/generate", body
 
     def read(self, answer: Any, requests: Sequence[Request]) -> list[Completion]:
         answers = answer if isinstance(answer, list) else [answer]
         if len(answers) != len(requests):
-            raise UserError(f"asked for {len(requests)} completions, it gave {len(answers)}")
+            raise UserError(f"the server returned {len(answers)} completions instead of {len(requests)}")
         return [self._completion(item) for item in answers]
 
     def routed(self, answer: Any) -> list[Any]:
@@ -350,11 +369,12 @@ class Sglang:
     def _completion(self, answer: Any) -> Completion:
         meta = answer.get("meta_info") if isinstance(answer, dict) else None
         if not isinstance(meta, dict):
-            raise RetryableError(f"an answer without meta_info: {str(answer)[:200]}")
+            raise RetryableError(f"the answer has no meta_info: {str(answer)[:200]}")
         tokens = meta.get("output_token_logprobs")  # (logprob, token id, ...) each
         if tokens is None:
             raise UserError(
-                "its completions carry no output_token_logprobs: is it SGLang, and not a router that drops them?"
+                "the server's completions have no output_token_logprobs. Use SGLang's own address, because routers may "
+                "drop them"
             )
         finish = meta.get("finish_reason")
         if isinstance(finish, dict):
@@ -371,8 +391,7 @@ class Sglang:
             call(*post)
         try:
             answer = call("/update_weights_from_disk", {"model_path": str(directory), "weight_version": str(version)})
-            if not answer.get("success"):
-                raise UserError(f"it could not load {directory}: {answer.get('message')}")
+            self._check_success(answer, directory, "message")
         finally:
             for post in self.resume:
                 call(*post)
@@ -383,23 +402,30 @@ class Sglang:
         except ClientError:
             return None  # a release that does not report it
         if isinstance(information, dict) and not information.get("enable_lora", True):
-            return "it was started without --enable-lora"
+            return "the server was started without --enable-lora"
         return None
 
     def load_adapter(self, call: Call, adapter: AdapterVersion) -> str:
         try:
             answer = call("/load_lora_adapter", {"lora_name": adapter.name, "lora_path": str(adapter.directory)})
-            if not answer.get("success"):
-                raise UserError(f"it could not load {adapter.directory}: {answer.get('error_message')}")
+            self._check_success(answer, adapter.directory, "error_message")
         except (ClientError, UserError) as error:
-            raise UserError(f"{error}; to take this adapter, {self.start_hint(adapter.rank)}") from error
+            raise UserError(with_advice(error, self.start_hint(adapter.rank))) from error
         return adapter.name
 
     def unload_adapter(self, call: Call, name: str) -> None:
         call("/unload_lora_adapter", {"lora_name": name}, tries=1)
 
     def start_hint(self, rank: int) -> str:
-        return f"start it with --enable-lora --max-lora-rank {rank} --lora-target-modules all"
+        return f"Start the server with --enable-lora --max-lora-rank {rank} --lora-target-modules all"
+
+    @staticmethod
+    def _check_success(answer: Any, directory: Path, key: str) -> None:
+        """Raise UserError if the server did not load `directory`. `key` has the server's reason."""
+        if not isinstance(answer, dict):
+            raise UserError(f"the server did not confirm that it loaded {directory}: {str(answer)[:200]}")
+        if not answer.get("success"):
+            raise UserError(f"the server could not load {directory}: {answer.get(key)}")
 
 
 Dialect = Vllm | Sglang
@@ -415,22 +441,37 @@ def detect_dialect(client: HttpClient, kind: str, seconds: float) -> tuple[Diale
         seconds: Time limit.
 
     Raises:
-        RetryableError: If the server does not answer, or has no model yet.
+        RetryableError: If the server does not answer, or lists no model.
         ClientError: If the server refuses the call.
         UserError: If the owner of its models is unknown.
     """
-    answer = client.request("/v1/models", None, seconds)
-    models = answer.get("data") if isinstance(answer, dict) else None
-    names = [str(model.get("id")) for model in models or []]
+    models = read_models(client.request("/v1/models", None, seconds))
+    names = [str(model.get("id")) for model in models]
     if kind != "auto":
         return DIALECTS[kind], names or ["default"]
     if not models:
-        raise RetryableError("no model at /v1/models")
+        raise RetryableError("/v1/models lists no model")
     owner = str(models[0].get("owned_by"))
     if owner not in DIALECTS:
         kinds = ", ".join(DIALECTS)
-        raise UserError(f"{client.url}: its models are {owner}'s, neither of {kinds}; say which it is like")
+        raise UserError(
+            f'{client.url}: the owner of its models is "{owner}", which is not one of {kinds}. Set grpo.server.kind to '
+            "the one whose protocol it has"
+        )
     return DIALECTS[owner], names
+
+
+def read_models(answer: Any) -> list[dict[str, Any]]:
+    """Return the models in an answer of /v1/models. Empty if the answer has another form.
+
+    Example:
+        >>> read_models({"data": [{"id": "policy", "owned_by": "vllm"}]})
+        [{'id': 'policy', 'owned_by': 'vllm'}]
+    """
+    models = answer.get("data") if isinstance(answer, dict) else None
+    if not isinstance(models, list):
+        return []
+    return [model for model in models if isinstance(model, dict)]
 
 
 def derived_seed(request: Request) -> int:
@@ -481,13 +522,15 @@ def build_completion(ids: list[int], logprobs: list[float], finish: Any, version
         [-0.5, -1.0]
     """
     if finish not in ("stop", "length"):
-        raise RetryableError(f"a completion that ended by {finish!r}, not by stop or length")
+        raise RetryableError(f'the finish_reason of a completion is {finish!r}, not "stop" or "length"')
     if len(ids) != len(logprobs):
-        raise UserError(f"a completion of {len(ids)} tokens has {len(logprobs)} logprobs")
-    if not all(type(token) is int and 0 <= token < 2**31 for token in ids):
-        raise UserError("a completion has a token id that is no id")
-    if not all(isinstance(value, int | float) and math.isfinite(value) for value in logprobs):
-        raise UserError("a completion has a logprob that is no number")
+        raise UserError(f"a completion has {len(ids)} tokens and {len(logprobs)} log-probabilities")
+    for token in ids:
+        if type(token) is not int or not 0 <= token < 2**31:
+            raise UserError(f"a completion has {token!r} as a token id")
+    for value in logprobs:
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            raise UserError(f"a completion has {value!r} as a log-probability")
     return Completion(ids, [float(value) for value in logprobs], finish, version)
 
 
@@ -500,9 +543,9 @@ def read_choices(answer: Any, count: int) -> list[Any]:
     """
     choices = answer.get("choices") if isinstance(answer, dict) else None
     if not isinstance(choices, list):
-        raise RetryableError(f"an answer without choices: {str(answer)[:200]}")
+        raise RetryableError(f"the answer has no choices: {str(answer)[:200]}")
     if len(choices) != count:
-        raise UserError(f"asked for n={count} completions, it gave {len(choices)}")
+        raise UserError(f"the server returned {len(choices)} completions instead of n={count}")
     return sorted(choices, key=choice_index)
 
 
@@ -510,9 +553,18 @@ def choice_index(choice: dict[str, Any]) -> int:
     return int(choice["index"])
 
 
+def _parse_token_ids(tokens: Sequence[str]) -> list[int]:
+    """Return the ids in tokens such as "token_id:5". Raises UserError for tokens that are text."""
+    if not all(token.startswith(VLLM_TOKEN_PREFIX) for token in tokens):
+        raise UserError("the server's completions have no token ids, only text. Use vLLM 0.10.2 or later")
+    return [int(token.removeprefix(VLLM_TOKEN_PREFIX)) for token in tokens]
+
+
 def _parse_version(value: Any) -> int | None:
     """Return a version of the weights as a number. None for other texts, such as "default"."""
-    return int(value) if isinstance(value, int | str) and str(value).isdecimal() else None
+    if isinstance(value, int | str) and str(value).isdecimal():
+        return int(value)
+    return None
 
 
 class ImageRoute:
@@ -553,7 +605,7 @@ class VllmRoute(ImageRoute):
     """A route of vLLM, whose answers have the token ids that it read.
 
     Attributes:
-        fix: Additional advice for the error if the server read other ids than the trainer's.
+        fix: Additional advice for the error if the server read other ids than the trainer's. It continues a sentence.
     """
 
     server = "vllm"
@@ -561,7 +613,7 @@ class VllmRoute(ImageRoute):
 
     def missing_ids_error(self) -> Exception:
         """Return the error for an answer without the token ids."""
-        return UserError("its answer has no prompt_token_ids: use vLLM 0.10.2 or later")
+        return UserError("the server's answer has no prompt_token_ids. Use vLLM 0.10.2 or later")
 
     def check(self, answer: Any, request: Request) -> None:
         prompt = _image_prompt_of(request)
@@ -582,7 +634,7 @@ class VllmTokens(VllmRoute):
     needs_ids = True
 
     def missing_ids_error(self) -> Exception:
-        return ClientError(404, "this release of vLLM accepts no images next to token ids")
+        return ClientError(404, "this release of vLLM ignores images next to token ids")
 
     def body(self, requests: Sequence[Request], model: str, adapter: str | None = None) -> Post:
         prompt = _image_prompt_of(requests[0])
@@ -644,7 +696,7 @@ class SglangTokens(ImageRoute):
         count = first["meta_info"].get("prompt_tokens")
         if count not in (None, len(request.prompt)):
             raise UserError(
-                f"{OTHER_PROMPT_READ}it has {count} tokens there and {len(request.prompt)} here. {FIX_IMAGE_PROCESSOR}"
+                f"{OTHER_PROMPT_READ}{count} tokens there, {len(request.prompt)} here. {FIX_IMAGE_PROCESSOR}"
             )
 
 

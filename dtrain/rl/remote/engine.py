@@ -14,7 +14,7 @@ the completion's version.
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 from dtrain.adapters.config import AdapterConfig
@@ -27,13 +27,14 @@ from dtrain.methods.method import RunContext
 from dtrain.models.common.config import is_in_vision_tower
 from dtrain.policy import Policy
 from dtrain.recipe.rollouts import RolloutSection
-from dtrain.rl.remote.http import HttpEngine, wait_for
+from dtrain.rl.remote.http import HttpEngine, wait_for, with_version
+from dtrain.rl.remote.http_client import with_advice
 from dtrain.rl.remote.publish import AdapterPublisher, DirectoryPublisher, StreamPublisher, TransferPublisher
 from dtrain.rl.routed import RoutedExpertsReader
 
 STREAMS: dict[str, type[StreamPublisher]] = {kind.broadcast_kind: kind for kind in (StreamPublisher, TransferPublisher)}
 """Kind of broadcast -> publisher."""
-MERGED_HINT = "grpo.server.weights=directory sends merged weights"
+MERGED_HINT = "Set grpo.server.weights=directory, which sends merged weights"
 
 
 class ServerEngine(RolloutEngine):
@@ -82,13 +83,13 @@ class ServerEngine(RolloutEngine):
                 api_key_file=section.api_key_file,
                 routed=RoutedExpertsReader.of(model_config) if grpo.router_replay else None,
                 vocab_size=model_config.vocab_size,
-                say=run.metrics.say,
+                print_line=run.metrics.print_line,
                 should_stop=run.should_stop,
             )
         except Interrupted:
             return False
         if grpo.max_off_policy_steps:
-            self._prefetcher = RolloutPrefetcher(self._engine, grpo.max_off_policy_steps, run.metrics.say)
+            self._prefetcher = RolloutPrefetcher(self._engine, grpo.max_off_policy_steps, run.metrics.print_line)
             run.stack.callback(self._prefetcher.close)
         # The stack runs its callbacks in reverse order. The engine is closed first, which ends the calls in progress.
         # Otherwise the prefetcher would wait for them.
@@ -109,7 +110,7 @@ class ServerEngine(RolloutEngine):
                 section.weights,
                 adapter_config,
                 self._engine,
-                run.metrics.say,
+                run.metrics.print_line,
                 is_rounded=lora is not None and lora.quantize == "nf4",
                 has_private_base=policy.checkpoint.saves_frozen,
                 has_tower=any(is_in_vision_tower(name) for name in adapted_layers(policy.model)),
@@ -156,7 +157,7 @@ class ServerEngine(RolloutEngine):
         try:
             if self._prefetcher is not None and self._prefetcher.is_running and requests == self._prefetcher.requests:
                 return self._prefetcher.result(version, should_stop)
-            assert self._engine is not None, "rank 0 talks to the servers"
+            assert self._engine is not None, "rank 0 has the engine"
             return self._engine.generate(requests, should_stop)
         except Interrupted:
             return None
@@ -166,7 +167,7 @@ def choose_weight_transport(
     requested: str,
     config: AdapterConfig | None,
     engine: HttpEngine | None,
-    say: Callable[[str], None],
+    print_line: Callable[[str], None],
     *,
     is_rounded: bool = False,
     has_private_base: bool = False,
@@ -178,7 +179,7 @@ def choose_weight_transport(
         requested: `grpo.server.weights`.
         config: Config of the adapter. None without an adapter.
         engine: The servers.
-        say: Prints a line.
+        print_line: Prints a line.
         is_rounded: Whether the adapter is trained on 4-bit weights, which the servers do not have.
         has_private_base: Whether only the run's checkpoints contain the base model, so that servers cannot load it.
         has_tower: Whether the adapter includes layers of a vision tower.
@@ -203,16 +204,17 @@ def choose_weight_transport(
     else:
         why_not = adapter_refusal(engine, config, has_tower)
     if why_not is not None and requested == "adapter":
-        raise UserError(f"grpo.server.weights=adapter: {why_not}; or {MERGED_HINT}")
-    rounded = "lora.quantize=nf4 trains with 4-bit weights, and servers of the same model do not sample with these"
+        raise UserError(f"grpo.server.weights=adapter: {with_advice(why_not, MERGED_HINT)}")
+    rounding = "lora.quantize=nf4 trains with 4-bit weights, but the servers sample with the weights before rounding"
     if requested == "auto" and is_rounded:
-        why_not = rounded
+        why_not = rounding
     if why_not is not None:
-        say(f"the servers get merged weights instead of the adapter: {why_not}")
+        print_line(f"the servers get merged weights instead of the adapter: {why_not}")
         return "directory"
-    warning = f"{rounded}: " if is_rounded else ""
-    say(f"the servers get only the adapter, which all of them accept; {warning}{MERGED_HINT}")
-    say("  the adapter belongs to the weights of model.path: restart servers that an earlier run gave other weights")
+    print_line("the servers get only the adapter, which all of them accept")
+    if is_rounded:
+        print_line(f"  {rounding}. {MERGED_HINT}")
+    print_line("  the servers must have the weights of model.path. Restart servers that got other weights from a run")
     return "adapter"
 
 
@@ -223,14 +225,16 @@ class RolloutPrefetcher:
         engine: The servers.
         max_off_policy_steps: Largest staleness of a completion. With 0, all completions of older weights are sampled
             again.
-        say: Prints a line.
+        print_line: Prints a line.
 
     Attributes:
         requests: The requests of the rollout in progress.
     """
 
-    def __init__(self, engine: HttpEngine, max_off_policy_steps: int, say: Callable[[str], None] = lambda line: None):
-        self.engine, self.max_staleness, self.say = engine, max_off_policy_steps, say
+    def __init__(
+        self, engine: HttpEngine, max_off_policy_steps: int, print_line: Callable[[str], None] = lambda line: None
+    ):
+        self.engine, self.max_staleness, self.print_line = engine, max_off_policy_steps, print_line
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
         self._future: Future[list[Completion]] | None = None
         self.requests: list[Request] = []
@@ -273,15 +277,16 @@ class RolloutPrefetcher:
         old = [index for index, age in enumerate(_staleness(completions, version)) if age > self.max_staleness]
         if old:
             message = f"{len(old)} of {len(completions)} completions are more than {self.max_staleness} steps old"
-            self.say(f"{message}: sampled again")
+            self.print_line(f"{message}: sampled again")
             new_completions = self._sample([self.requests[index] for index in old], version, should_stop)
             for index, completion in zip(old, new_completions, strict=True):
                 completions[index] = completion
             oldest = max(_staleness(new_completions, version))
             if oldest > self.max_staleness:
                 raise UserError(
-                    f"the engine draws with version {version - oldest} of the weights and the trainer has {version}: "
-                    f"give it the weights before a rollout, or raise max_off_policy_steps={self.max_staleness}"
+                    f"the servers sample with version {version - oldest} of the weights, but the trainer has version "
+                    f"{version}. Send them the weights before each rollout, or raise "
+                    f"grpo.max_off_policy_steps={self.max_staleness}"
                 )
         return completions
 
@@ -294,7 +299,7 @@ class RolloutPrefetcher:
         self, requests: Sequence[Request], version: int, should_stop: ShouldStop | None = None
     ) -> list[Completion]:
         completions = self.engine.generate(requests, should_stop)
-        return [c if c.version is not None else replace(c, version=version) for c in completions]
+        return [with_version(completion, version) for completion in completions]
 
 
 def _staleness(completions: Sequence[Completion], version: int) -> list[int]:
@@ -308,8 +313,8 @@ def check_vision_tower(engine: HttpEngine | None) -> None:
     for server in engine.servers:
         if server.dialect.keeps_image_features:
             raise UserError(
-                f"{server.client.url}: {server.dialect.name} keeps the features of images when its weights change, and "
-                "the run trains the vision tower: set train.vision=frozen, or use vLLM or `dtrain serve`"
+                f"{server.client.url}: {server.dialect.name} keeps the features of images when its weights change, but "
+                "the run trains the vision tower. Set train.vision=frozen, or use vLLM or `dtrain serve`"
             )
 
 
@@ -332,7 +337,7 @@ def adapter_refusal(engine: HttpEngine, config: AdapterConfig, has_tower: bool =
     for server in engine.servers:
         name = f"{server.client.url}: {server.dialect.name}"
         if config.dora and not server.dialect.supports_dora:
-            return f"{name} takes no DoRA"
+            return f"{name} does not accept lora.dora=true"
         if has_tower and not server.dialect.supports_vision_adapters:
             return f"{name} accepts only adapters of decoders, and lora.target also selects layers of the vision tower"
     problem = engine.adapter_problem()
@@ -340,4 +345,4 @@ def adapter_refusal(engine: HttpEngine, config: AdapterConfig, has_tower: bool =
         return None
     max_rank = max([config.rank, *config.rank_pattern.values()])
     start_hints = dict.fromkeys(server.dialect.start_hint(max_rank) for server in engine.servers)
-    return f"{problem}: {'; '.join(start_hints)}"
+    return with_advice(problem, ". ".join(start_hints))

@@ -28,7 +28,15 @@ from dtrain.base.errors import Interrupted, UserError
 from dtrain.inference.chats import ImagePrompt
 from dtrain.inference.request import Completion, Request, SamplingParams, ShouldStop
 from dtrain.rl.remote.dialects import DIALECTS, ROUTES, AdapterVersion, Call, Dialect, ImageRoute, detect_dialect
-from dtrain.rl.remote.http_client import ClientError, HttpClient, RetryableError, RetryState, pause_after, read_api_key
+from dtrain.rl.remote.http_client import (
+    ClientError,
+    HttpClient,
+    RetryableError,
+    RetryState,
+    pause_after,
+    read_api_key,
+    with_advice,
+)
 
 if TYPE_CHECKING:
     from dtrain.rl.routed import RoutedExpertsReader
@@ -39,7 +47,9 @@ STOP_CHECK_SECONDS = 0.5  # between calls of `should_stop`
 PROBE_SECONDS = 30.0  # for the completion that shows whether a server reports routed experts
 REPORT_SECONDS = 30.0  # between lines about a server that does not answer yet
 MIN_SECONDS = 0.1  # the smallest time limit of a request
-CONTEXT_HINT = "does the server's context hold prompt and completion (--max-model-len, --context-length, --max-length)?"
+CONTEXT_HINT = (
+    "Start the server with a context for prompt and completion (--max-model-len, --context-length, --max-length)"
+)
 CLOSED_STATUSES = (403, 404, 405)  # statuses for a route that the release lacks, or that was not enabled at the start
 
 
@@ -107,7 +117,7 @@ class HttpEngine:
         routed: Reads routed experts, which every request then asks for. The constructor checks with a prompt of two
             tokens whether the servers report them.
         vocab_size: Every token id of an answer must be below this.
-        say: Prints a line, for example about a server that fails.
+        print_line: Prints a line, for example about a server that fails.
         should_stop: Ends the wait for the servers with Interrupted.
 
     Attributes:
@@ -131,15 +141,19 @@ class HttpEngine:
         api_key_file: str | Path | None = None,
         routed: "RoutedExpertsReader | None" = None,
         vocab_size: int = 2**31,
-        say: Callable[[str], None] = lambda line: None,
+        print_line: Callable[[str], None] = lambda line: None,
         should_stop: ShouldStop | None = None,
     ):
         if not urls:
-            raise UserError("no server is named: give at least one address, http://host:port")
+            raise UserError("grpo.server.urls is empty. Set at least one address, http://host:port")
         if kind != "auto" and kind not in DIALECTS:
-            raise UserError(f"kind={kind} is unknown; choose auto, {', '.join(DIALECTS)}")
-        self.timeout, self.retries, self.concurrency, self.say = timeout, retries, concurrency, say
-        self._routed, self._vocab_size = routed, vocab_size
+            raise UserError(f"grpo.server.kind={kind} is unknown. Use auto, {', '.join(DIALECTS)}")
+        self.timeout = timeout
+        self.retries = retries
+        self.concurrency = concurrency
+        self.print_line = print_line
+        self._routed = routed
+        self._vocab_size = vocab_size
         self._changed = threading.Condition()
         self._closed = False
         key = read_api_key(api_key_file)
@@ -166,7 +180,7 @@ class HttpEngine:
             Interrupted: If `should_stop` returns true.
         """
         if any(request.images is not None for request in requests):
-            raise UserError("prompts with decoded images are for the native engine: servers get an `image_prompt`")
+            raise UserError("requests to a server cannot have decoded images. Set `image_prompt` instead of `images`")
         completions_of_groups = self._run_in_threads(group_samples(requests), self._complete, should_stop)
         return [completion for completions in completions_of_groups for completion in completions]
 
@@ -243,21 +257,26 @@ class HttpEngine:
                 dialect, models = detect_dialect(client, kind, tries.seconds)
                 break
             except ClientError as error:
-                fix = "; grpo.server.api_key_file names a file with the server's key" if error.status == 401 else ""
-                raise UserError(f"{client.url}: {error}{fix}") from error
+                message = str(error)
+                if error.status == 401:
+                    message = with_advice(error, "Set grpo.server.api_key_file to a file with the server's key")
+                raise UserError(f"{client.url}: {message}") from error
             except RetryableError as error:
                 tries.record(client.url, error)
-                waits = f"of {self._start_timeout:g} s, grpo.server.start_timeout"
+                limit = f"grpo.server.start_timeout={self._start_timeout:g}"
                 if tries.count(client.url) == 1 or time.monotonic() - reported_at >= REPORT_SECONDS:
                     reported_at = time.monotonic()
-                    self.say(f"{client.url}: {error}. Waiting for the server, {tries.seconds:.0f} s left {waits}")
+                    self.print_line(
+                        f"{client.url}: {error}. Waiting for the server for {tries.seconds:.0f} more seconds ({limit})"
+                    )
                 if not tries.wait(client.url):
                     raise UserError(
-                        f"{tries.summary()}: the server did not come up (the time {waits}, is over); start it, or "
-                        "take it out of grpo.server.urls"
+                        f"{tries.summary()}. The server did not come up within {limit} seconds. Start it, or remove it "
+                        "from grpo.server.urls"
                     ) from error
         if model is not None and model not in models:
-            raise UserError(f"{client.url} has no model {model}; it has {', '.join(models)}")
+            names = ", ".join(models)
+            raise UserError(f"grpo.server.model={model}: {client.url} has no such model. Its models are {names}")
         server = ServerClient(client, dialect, model or models[0], image_routes=ROUTES[dialect.name])
         if self._routed is not None:
             self._check_routed_experts(server)
@@ -283,8 +302,8 @@ class HttpEngine:
                 return
             self._add_routed_experts(server, answer, requests, completions)
         except (ClientError, RetryableError, UserError) as error:
-            requirement = "grpo.router_replay=true needs servers that say which experts tokens go to"
-            raise UserError(f"{server.client.url}: {error}; {requirement}") from error
+            advice = "Servers must report routed experts for grpo.router_replay=true"
+            raise UserError(f"{server.client.url}: {with_advice(error, advice)}") from error
 
     def _read(
         self, server: ServerClient, route: Dialect | ImageRoute, answer: Any, requests: Sequence[Request]
@@ -295,13 +314,15 @@ class HttpEngine:
                 route.check(answer, requests[0])
             completions = route.read(answer, requests)
         except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:
-            shape = f"{type(error).__name__}: {error}"
-            raise RetryableError(f"an answer in another form than {server.dialect.name}'s ({shape})") from error
-        beyond = [token for completion in completions for token in completion.ids if token >= self._vocab_size]
-        if beyond:
-            raise UserError(
-                f"it drew the token {max(beyond)}, and the model has {self._vocab_size}: does it serve this very model?"
-            )
+            kind = f"{type(error).__name__}: {error}"
+            raise RetryableError(f"the answer does not have {server.dialect.name}'s form ({kind})") from error
+        for completion in completions:
+            largest_id = max(completion.ids, default=0)
+            if largest_id >= self._vocab_size:
+                raise UserError(
+                    f"the server sampled the token {largest_id}, but the model's ids end at {self._vocab_size - 1}. "
+                    "Serve the model of the run"
+                )
         return completions
 
     def _add_routed_experts(
@@ -321,8 +342,11 @@ class HttpEngine:
         for completion, request, sent in zip(completions, requests, sent_experts, strict=True):
             num_tokens = len(request.prompt) + len(completion.ids)
             if sent is None and completion.ids:
-                raise RetryableError(f"its answer has no routed experts; {server.dialect.routed_start}")
-            routed = reader.read(sent, num_tokens) if completion.ids else reader.unknown(num_tokens)
+                raise RetryableError(f"the answer has no routed experts. {server.dialect.routed_start}")
+            if completion.ids:
+                routed = reader.read(sent, num_tokens)
+            else:
+                routed = reader.unknown(num_tokens)
             results.append(replace(completion, routed=routed))
         return results
 
@@ -345,7 +369,7 @@ class HttpEngine:
                 adapter = load(server, partial(self._call, server, stop))
             except (UserError, ClientError) as error:
                 problem = str(error)
-                self.say(f"{server.client.url} did not take version {version} of the weights: {problem}")
+                self.print_line(f"{server.client.url} did not load version {version} of the weights: {problem}")
             with self._changed:
                 server.record_update(version, problem, adapter)
                 self._changed.notify_all()
@@ -353,7 +377,7 @@ class HttpEngine:
         self._run_in_threads(self.servers, update)
         if all(server.update_problem for server in self.servers):
             problems = "; ".join(f"{server.client.url}: {server.update_problem}" for server in self.servers)
-            raise UserError(f"no server took version {version} of the weights ({directory}): {problems}")
+            raise UserError(f"no server loaded version {version} of the weights ({directory}): {problems}")
 
     def _call(
         self,
@@ -379,7 +403,7 @@ class HttpEngine:
                 return server.client.request(path, body, attempts.seconds, is_json=is_json)
             except RetryableError as error:
                 attempts.record(url, error)
-                if self._closed or not attempts.wait(url, most=max_tries):
+                if self._closed or not attempts.wait(url, max_tries=max_tries):
                     raise UserError(f"{path}: {attempts.summary()}") from error
 
     def _complete(self, requests: Sequence[Request], stop: threading.Event) -> list[Completion]:
@@ -401,11 +425,11 @@ class HttpEngine:
             try:
                 completions = self._request_completions(server, adapter, requests, seconds)
                 if adapter is None and version is not None:
-                    held = server.dialect.stale_weights(server.client, version, seconds)
-                    if held is not None:
-                        raise RetryableError(f"it has {held}, not version {version}: was it restarted?")
+                    stale = server.dialect.stale_weights(server.client, version, seconds)
+                    if stale is not None:
+                        raise RetryableError(_restarted_message(stale, version))
                 if adapter is not None and server.dialect.has_named_versions:
-                    # The adapter's name tells its version. The server reports the version of the base model.
+                    # The adapter's name determines its version. The server reports the version of the base model.
                     completions = [replace(completion, version=version) for completion in completions]
                 for completion, request in zip(completions, requests, strict=True):
                     _check_completion(completion, request.sampling.max_new_tokens, version)
@@ -422,7 +446,7 @@ class HttpEngine:
                     self._changed.notify_all()
             with self._changed:
                 server.failures = 0
-            return [c if c.version is not None else replace(c, version=version) for c in completions]
+            return [with_version(completion, version) for completion in completions]
 
     def _request_completions(
         self, server: ServerClient, adapter: str | None, requests: Sequence[Request], seconds: float
@@ -435,10 +459,12 @@ class HttpEngine:
             return self._post(server, server.dialect, adapter, requests, seconds)
         except ClientError as error:
             if error.status == 400 and re.search("max_model_len|context", str(error)):
-                raise UserError(f"{error}; {CONTEXT_HINT}") from error
+                raise UserError(with_advice(error, CONTEXT_HINT)) from error
             if adapter is None or error.status != 404:
                 raise
-            raise RetryableError(f"{error} (it had the adapter {adapter}): was it restarted?") from error
+            raise RetryableError(
+                f"{error} (the server had the adapter {adapter} before, so it may have been restarted)"
+            ) from error
 
     def _request_with_images(
         self,
@@ -452,14 +478,15 @@ class HttpEngine:
         until = time.monotonic() + seconds
         routes = [route for route in server.image_routes if route.supports(prompt)]
         if not routes:
-            raise UserError(f"{server.dialect.name} takes no images of this model: use vLLM or dtrain serve")
+            raise UserError(f"{server.dialect.name} accepts no images of this model. Use vLLM or dtrain serve")
         refusal: str | None = None  # of the last route that the server does not have
         for index, route in enumerate(routes):
             has_others = index + 1 < len(routes)
             remaining = max(MIN_SECONDS, until - time.monotonic())
             try:
                 if has_others:
-                    # Without images first: a refusal would break off a large request.
+                    # First an empty request: a server may refuse a route while a large request is still being sent,
+                    # and the refusal is then lost.
                     self._check_route(server, route.path, remaining)
                 completions = self._post(server, route, adapter, requests, remaining)
                 break
@@ -471,9 +498,8 @@ class HttpEngine:
             is_first_refusal = refusal is not None and len(server.image_routes) > 1
             server.image_routes = [route]
         if is_first_refusal:
-            self.say(
-                f"{server.client.url}: {refusal}; images are sent to it in conversations, and the token ids that it "
-                "reads are compared"
+            self.print_line(
+                f"{server.client.url}: {refusal}. Images are sent to this server as conversations instead of token ids"
             )
         return completions
 
@@ -511,7 +537,7 @@ class HttpEngine:
             while True:
                 now = time.monotonic()
                 if self._closed or tries.stop.is_set():
-                    raise UserError("the client was closed while completions were under way")
+                    raise UserError("the connection to the servers was closed before all completions had arrived")
                 usable = []
                 for server in self.servers:
                     has_tries_left = tries.count(server.client.url) <= self.retries
@@ -534,10 +560,10 @@ class HttpEngine:
         reasons = [tries.summary()]
         for server in self.servers:
             if server.update_problem:
-                reasons.append(f"{server.client.url} did not take the last weights: {server.update_problem}")
+                reasons.append(f"{server.client.url} did not load the last weights: {server.update_problem}")
         return UserError(
-            f"no server gave completions within {self.timeout:.0f} s "
-            f"({'; '.join(reasons)}); start them again and resume the run"
+            f"no server returned completions within {self.timeout:.0f} s ({'; '.join(reasons)}). Start the servers "
+            "again and resume the run"
         )
 
     def _record_failure(self, server: ServerClient, tries: RetryState, error: RetryableError) -> None:
@@ -549,7 +575,7 @@ class HttpEngine:
             if server.retry_at <= time.monotonic():
                 server.retry_at = time.monotonic() + pause_after(server.failures)
         if server.failures == 1:
-            self.say(f"{server.client.url}: {error}; trying again")
+            self.print_line(f"{server.client.url}: {error}. Trying again")
 
     def _run_in_threads(
         self, items: Sequence[Item], act: Callable[[Item, threading.Event], T], should_stop: ShouldStop | None = None
@@ -598,11 +624,23 @@ def _check_completion(completion: Completion, max_new_tokens: int, version: int 
     is_cut_early = completion.finish == "length" and count != max_new_tokens
     if count > max_new_tokens or is_empty or is_cut_early:
         raise UserError(
-            f"a completion has {count} tokens and ended by {completion.finish}, where "
-            f"{max_new_tokens} were asked for at most: {CONTEXT_HINT}"
+            f'a completion has {count} tokens and the finish_reason "{completion.finish}", but the request allowed '
+            f"{max_new_tokens} tokens. {CONTEXT_HINT}"
         )
     if version is not None and completion.version is not None and completion.version < version:
-        raise RetryableError(f"it has version {completion.version} of the weights, not {version}: was it restarted?")
+        raise RetryableError(_restarted_message(f"version {completion.version} of the weights", version))
+
+
+def _restarted_message(weights: str, version: int) -> str:
+    """Return the message for a server that has older weights than `version`."""
+    return f"the server has {weights} instead of version {version}, so it may have been restarted"
+
+
+def with_version(completion: Completion, version: int | None) -> Completion:
+    """Return a completion whose version is `version` if the server has not reported one."""
+    if completion.version is not None:
+        return completion
+    return replace(completion, version=version)
 
 
 def wait_for(futures: Sequence[Future], should_stop: ShouldStop | None = None) -> None:

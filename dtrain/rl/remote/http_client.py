@@ -63,7 +63,7 @@ class HttpClient:
         except ValueError as error:
             raise UserError(f"{url}: {error}") from error
         if parts.scheme not in ("http", "https") or not host:
-            raise UserError(f"{url} is no server's address; write http://host:port")
+            raise UserError(f"{url} is not the address of a server. Write it as http://host:port")
         self.url = url.rstrip("/").removesuffix("/v1")
         self.host = host
         self._kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
@@ -103,7 +103,7 @@ class HttpClient:
             if isinstance(error, TimeoutError) or time.monotonic() >= until:
                 raise RetryableError(f"no answer within {seconds:.0f} s") from error
             if isinstance(error, http.client.IncompleteRead):
-                raise RetryableError(f"the answer broke off after {len(error.partial)} bytes") from error
+                raise RetryableError(f"the answer ended after {len(error.partial)} bytes") from error
             raise RetryableError(describe_error(error) or type(error).__name__) from error
         finally:
             connection.close()
@@ -149,7 +149,7 @@ def _body(response: http.client.HTTPResponse) -> bytearray:
             break
         raw += part
         if len(raw) > MAX_ANSWER_BYTES:
-            raise RetryableError(f"an answer of more than {MAX_ANSWER_BYTES >> 20} MiB")
+            raise RetryableError(f"the answer has more than {MAX_ANSWER_BYTES >> 20} MiB")
     if response.length:  # bytes of the announced length are missing
         raise http.client.IncompleteRead(bytes(raw), response.length)
     return raw
@@ -162,11 +162,13 @@ def _read(status: int, raw: bytes | bytearray, is_json: bool) -> Any:
     except ValueError as error:
         answer = raw.decode(errors="replace")[:500]
         if status == 200 and is_json:
-            raise RetryableError(f"an answer that is no JSON, which begins {answer[:80]!r}") from error
+            raise RetryableError(f"the answer is not JSON. It begins with {answer[:80]!r}") from error
     if status == 200:
         return answer
     message = f"{status}: {_message(answer)}"
-    raise RetryableError(message) if status in RETRYABLE_STATUSES else ClientError(status, message)
+    if status in RETRYABLE_STATUSES:
+        raise RetryableError(message)
+    raise ClientError(status, message)
 
 
 def _message(answer: Any) -> str:
@@ -191,6 +193,16 @@ def _message(answer: Any) -> str:
     return str(answer) or "no explanation"
 
 
+def with_advice(error: Exception | str, advice: str) -> str:
+    """Return an error's text followed by a sentence of advice. Texts of servers may end with a full stop already.
+
+    Example:
+        >>> with_advice("The adapter's rank is too large.", "Start the server with --max-lora-rank 16")
+        "The adapter's rank is too large. Start the server with --max-lora-rank 16"
+    """
+    return f"{str(error).rstrip('. ')}. {advice}"
+
+
 def read_api_key(file: str | Path | None) -> str | None:
     """Return the API key in a file, its only line. None without a file.
 
@@ -204,7 +216,7 @@ def read_api_key(file: str | Path | None) -> str | None:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{file}: the API key cannot be read ({error})") from error
     if not re.fullmatch("[!-~]+", key):
-        raise UserError(f"{file} must hold one line, the API key, of letters, digits and signs without a space")
+        raise UserError(f"{file} is not a file with an API key. It must have one line, the key, without spaces")
     return key
 
 
@@ -235,22 +247,25 @@ class RetryState:
         """Record a failed try."""
         self.errors.setdefault(url, []).append(str(error))
 
-    def wait(self, url: str, most: float = math.inf) -> bool:
+    def wait(self, url: str, max_tries: float = math.inf) -> bool:
         """Wait before the next try at a URL.
 
         Returns:
-            Whether to try again. False if `most` tries have failed, no time is left, or the call is no longer wanted.
+            Whether to try again. False if `max_tries` tries have failed, no time is left, or the call was abandoned.
         """
         pause = pause_after(self.count(url))
-        if self.count(url) >= most or self.stop.is_set() or time.monotonic() + pause > self.until:
+        if self.count(url) >= max_tries or self.stop.is_set() or time.monotonic() + pause > self.until:
             return False
         self.stop.wait(pause)
         return True
 
     def summary(self) -> str:
         """Describe the failures: the number of tries and the last error of each URL."""
-        lines = [f"{url}: {len(errors)} tries, the last: {errors[-1]}" for url, errors in self.errors.items()]
-        return "; ".join(lines) or "none could be asked"
+        lines = []
+        for url, errors in self.errors.items():
+            tries = "1 try" if len(errors) == 1 else f"{len(errors)} tries"
+            lines.append(f"{url}: {tries}, the last error: {errors[-1]}")
+        return "; ".join(lines) or "no server was called"
 
 
 def pause_after(count: int) -> float:

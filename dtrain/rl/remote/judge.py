@@ -13,14 +13,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 from dtrain.base.errors import UserError
 from dtrain.base.json_files import digest, split_lines
+from dtrain.rl.remote.dialects import read_models
 from dtrain.rl.remote.http_client import ClientError, HttpClient, RetryableError, read_api_key
 
 CHECK_SECONDS = 10.0  # for a server to list its models
-MAX_FAILURES_IN_A_ROW = 3  # after these the judge counts as down, and the rest of the call is not asked
+MAX_FAILURES_IN_A_ROW = 3  # after these the judge counts as down, and the remaining questions are not sent
 MAX_TRIES = 2  # tries for one question
 CONCURRENCY, TIMEOUT = 8, 30.0
 ROUNDS_PER_BATCH = 2  # a batch has this many questions for each that is asked at the same time
@@ -61,11 +62,15 @@ class Judge:
         api_key_file: str | None = None,
         cache: str | None = None,
     ):
-        self._client, self._model, self._rubric = HttpClient(url, read_api_key(api_key_file)), model, rubric
-        self._concurrency, self._timeout = concurrency, timeout
-        self._cache, self._lock = Path(cache) if cache else None, Lock()
+        self._client = HttpClient(url, read_api_key(api_key_file))
+        self._model = model
+        self._rubric = rubric
+        self._concurrency = concurrency
+        self._timeout = timeout
+        self._cache = Path(cache) if cache else None
+        self._lock = Lock()
         self._reward_of_key = _read_cache(self._cache) if self._cache else {}
-        self._failed = 0  # in a row
+        self._failures_in_a_row = 0
         self.missed: str | None = None
 
     def __call__(
@@ -79,13 +84,14 @@ class Judge:
         for key, messages in zip(keys, conversations, strict=True):
             if key not in self._reward_of_key:
                 new[key] = messages
-        self._failed, self.missed = 0, None
+        self._failures_in_a_row, self.missed = 0, None
         with ThreadPoolExecutor(self._concurrency, "judge") as pool:
-            for key, reward in zip(new, pool.map(self._ask, new.values()), strict=True):
-                if isinstance(reward, str):
-                    self.missed = self.missed or f"{self._client.url}: {reward}; what it did not judge has no reward"
-                else:
-                    self._store(key, reward)
+            for key, judgement in zip(new, pool.map(self._request_reward, new.values()), strict=True):
+                if judgement.reward is not None:
+                    self._store(key, judgement.reward)
+                elif self.missed is None:
+                    problem = f"{self._client.url}: {judgement.problem}"
+                    self.missed = f"{problem}. Answers that the judge did not score have no reward"
         return [self._reward_of_key.get(key) for key in keys]
 
     def check_server(self) -> None:
@@ -99,11 +105,13 @@ class Judge:
         except ClientError:  # a server need not list its models
             return
         except RetryableError as error:
-            raise UserError(f"{self._client.url} does not answer: {error}; start it, or name another") from error
-        models = answer.get("data") if isinstance(answer, dict) else None
-        names = [str(model.get("id")) for model in models or [] if isinstance(model, dict)]
+            raise UserError(
+                f"{self._client.url} does not answer: {error}. Start the judge's server, or set another url"
+            ) from error
+        names = [str(model.get("id")) for model in read_models(answer)]
         if names and self._model not in names:
-            raise UserError(f"{self._client.url} has no model {self._model}; it has {', '.join(names[:10])}")
+            known = ", ".join(names[:10])
+            raise UserError(f"{self._client.url} has no model {self._model}. Set model to one of its models: {known}")
 
     def _messages(self, prompt: Any, completion: str, answer: Any) -> list[dict[str, str]]:
         question = prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False)
@@ -114,26 +122,28 @@ class Judge:
             {"role": "user", "content": content},
         ]
 
-    def _ask(self, messages: list[dict[str, str]]) -> float | str:
-        """Return the reward of a conversation, or a text that says why there is none."""
+    def _request_reward(self, messages: list[dict[str, str]]) -> "_Judgement":
+        """Request the points of a conversation. Several threads call this."""
         body = {"model": self._model, "messages": messages, "temperature": 0}
         until = time.monotonic() + self._timeout
-        problem = "it failed so often in a row that the rest was not asked"
+        problem = f"the judge failed {MAX_FAILURES_IN_A_ROW} times in a row, so the remaining questions were not sent"
         for _ in range(MAX_TRIES):
             remaining = until - time.monotonic()
-            if self._failed >= MAX_FAILURES_IN_A_ROW or remaining <= 0:
+            if self._failures_in_a_row >= MAX_FAILURES_IN_A_ROW or remaining <= 0:
                 break
             try:
                 reward = _points(self._client.request("/v1/chat/completions", body, remaining))
-                self._failed = 0
-                return reward
-            except (RetryableError, ClientError) as error:
+            except RetryableError as error:
                 problem = str(error)
-                if isinstance(error, ClientError):
-                    break
+            except ClientError as error:
+                problem = str(error)
+                break
+            else:
+                self._failures_in_a_row = 0
+                return _Judgement(reward, None)
         with self._lock:
-            self._failed += 1
-        return problem
+            self._failures_in_a_row += 1
+        return _Judgement(None, problem)
 
     def _store(self, key: str, reward: float) -> None:
         """Store a reward in memory and in the cache file."""
@@ -143,6 +153,18 @@ class Judge:
                 self._cache.parent.mkdir(parents=True, exist_ok=True)
                 with self._cache.open("a", encoding="utf-8") as file:
                     file.write(json.dumps({"key": key, "reward": reward}) + "\n")
+
+
+class _Judgement(NamedTuple):
+    """The judge's reply to a question.
+
+    Attributes:
+        reward: From 0 to 1. None if the judge failed.
+        problem: Why there is no reward. None if there is one.
+    """
+
+    reward: float | None
+    problem: str | None
 
 
 def _reference(answer: Any) -> str:
@@ -195,10 +217,10 @@ def _points(answer: Any) -> float:
     try:
         text = str(answer["choices"][0]["message"]["content"])
     except (KeyError, IndexError, TypeError):
-        raise RetryableError("an answer that is no chat completion") from None
+        raise RetryableError("the judge's reply is not a chat completion") from None
     scores = _SCORE.findall(text)
     if not scores or not 0 <= float(scores[-1]) <= MAX_POINTS:
-        raise RetryableError(f"it gave no score from 0 to {MAX_POINTS}, but {text[-80:]!r}")
+        raise RetryableError(f"the judge's reply has no score from 0 to {MAX_POINTS}. It ends with {text[-80:]!r}")
     return float(scores[-1]) / MAX_POINTS
 
 

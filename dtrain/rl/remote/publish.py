@@ -60,7 +60,7 @@ from dtrain.policy.weights import (
 )
 from dtrain.rl.remote.dialects import AdapterVersion, Dialect, Post
 from dtrain.rl.remote.http import HttpEngine, ServerClient
-from dtrain.rl.remote.http_client import ClientError, RetryableError
+from dtrain.rl.remote.http_client import ClientError, RetryableError, with_advice
 
 MARKER = "STABLE"
 _STEP_NAME = re.compile(r"step-(\d+)")
@@ -68,7 +68,7 @@ _STEP_NAME = re.compile(r"step-(\d+)")
 QUICK_SECONDS = 10.0  # for a call that a server answers at once
 
 HOW_TO_START_VLLM = (
-    """start vLLM 0.30 or later with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config '{"backend": "nccl"}'"""
+    """Start vLLM 0.30 or later with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config '{"backend": "nccl"}'"""
 )
 PROBE_GROUP = {"rank_offset": 1, "world_size": 2}  # an incomplete `init_info`, without the id of the group
 USE_DIRECTORY = "set grpo.server.weights=directory"
@@ -76,8 +76,8 @@ ID_KEY = "0"  # the key of a group's id in torch's store
 ID_WAIT = timedelta(minutes=1)
 MAX_RANKS_PER_ID = 128  # torch uses several ids for larger groups
 MEETING_HINT = (
-    "trainer and servers need GPUs of their own that NCCL reaches, and one release of NCCL (a server takes the library "
-    "that VLLM_NCCL_SO_PATH names)"
+    "Trainer and servers need different GPUs that NCCL can connect, and the same release of NCCL. A server uses the "
+    "library in VLLM_NCCL_SO_PATH"
 )
 
 
@@ -90,12 +90,14 @@ class Publisher:
     """
 
     def __init__(self, engine: HttpEngine | None, dtype: torch.dtype | None):
-        self._engine, self.dtype, self.ranks = engine, dtype, Ranks()
+        self._engine = engine
+        self.dtype = dtype
+        self.ranks = Ranks()
 
     @property
     def engine(self) -> HttpEngine:
         if self._engine is None:
-            raise ValueError("rank 0 talks to the servers, and was given none")
+            raise ValueError("this publisher was built without an engine, which rank 0 needs")
         return self._engine
 
     def _announce(self, directory: Path, version: int, update: Callable[[], None]) -> None:
@@ -231,8 +233,8 @@ class StreamPublisher(Publisher):
         for server in self.engine.servers:
             if server.dialect.broadcast_kind != self.broadcast_kind:
                 raise UserError(
-                    f"{server.client.url} is a {server.dialect.name} server, which joins no group of the others' kind; "
-                    "give servers of one kind, or publish by a shared directory (grpo.server.weights=directory)"
+                    f"{server.client.url} is a {server.dialect.name} server, which cannot join the process group of "
+                    f"the other servers. Use servers of one kind, or {USE_DIRECTORY}"
                 )
 
     @property
@@ -244,7 +246,7 @@ class StreamPublisher(Publisher):
         alive = [server for server in self.engine.servers if self._is_alive(server)]
         if not alive:
             urls = ", ".join(server.client.url for server in self.engine.servers)
-            raise UserError(f"no server is there to take weights: {urls}")
+            raise UserError(f"no server answers, so the weights cannot be sent: {urls}. Start the servers again")
         if self._group is None or alive != self._members:
             self.close()
             self._form(alive, info)
@@ -280,7 +282,7 @@ class StreamPublisher(Publisher):
                 self._call(server, "/check_weights", describe_tensors(info, list(info)))
                 sizes.append(1)
             else:
-                sizes.append(int(self._call(server, "/get_server_info").get("tp_size", 1)))
+                sizes.append(self._tp_size(server))
         world_size = 1 + sum(sizes)
         self._meetings += 1
         address = local_address_towards(servers[0].client.host, 9) or socket.gethostname()
@@ -301,8 +303,16 @@ class StreamPublisher(Publisher):
         try:
             raise_first_error([*posts, joined], self._max_wait)
         except RuntimeError as error:  # torch raises it if ranks are missing
-            raise UserError(f"the servers did not meet at {address}:{port}: {error}") from error
+            raise UserError(f"the servers did not join the process group at {address}:{port}: {error}") from error
         self._group, self._members = joined.result(), servers
+
+    def _tp_size(self, server: ServerClient) -> int:
+        """Return the tensor-parallel size of an SGLang server. Raises UserError."""
+        answer = self._call(server, "/get_server_info")
+        try:
+            return int(answer.get("tp_size", 1))
+        except (AttributeError, TypeError, ValueError) as error:
+            raise UserError(f"{server.client.url}/get_server_info does not report tp_size: {error}") from error
 
     def _send(self, info: WeightInfo, names: list[str], full: list[Tensor], version: int | None) -> None:
         """Announce a bucket to the members over HTTP, and broadcast its tensors.
@@ -350,7 +360,7 @@ class StreamPublisher(Publisher):
             if problem is not None:
                 server.record_update(version, str(problem))
             elif server not in self._members:
-                server.record_update(version, "it was not there")
+                server.record_update(version, "the server did not answer when the update began")
             else:
                 server.record_update(version, None)
         if problem is not None:
@@ -374,7 +384,7 @@ class StreamPublisher(Publisher):
         try:
             server.client.request("/v1/models", None, QUICK_SECONDS)
         except (RetryableError, ClientError) as error:
-            self.engine.say(f"{server.client.url} takes no part in this update: {error}")
+            self.engine.print_line(f"{server.client.url} does not receive this version of the weights: {error}")
             return False
         return True
 
@@ -402,8 +412,10 @@ class NcclRoot:
     def refusal(device: torch.device) -> str | None:
         """Return why `device` cannot have such a group. None if it can."""
         if device.type != "cuda":
-            return f"the run's device is {device.type}, and NCCL is for CUDA"
-        return None if dist.is_nccl_available() else "this torch was built without NCCL"
+            return f"the run's device is {device.type}"
+        if not dist.is_nccl_available():
+            return "this torch was built without NCCL"
+        return None
 
     def join(self) -> None:
         """Wait until all ranks have joined. As vLLM's ranks do, this all-reduces one float32."""
@@ -450,25 +462,30 @@ class TransferPublisher(StreamPublisher):
         super()._check()
         refusal = self.root.refusal(self.device)
         if refusal is not None:
-            raise UserError(f"grpo.server.weights=broadcast to vLLM is by NCCL: {refusal}; or {USE_DIRECTORY}")
+            raise UserError(
+                f"grpo.server.weights=broadcast needs NCCL for vLLM servers, but {refusal}. "
+                "Set grpo.server.weights=directory"
+            )
         for server in self.engine.servers:
             self._world_size(server)
             # An incomplete description is refused before anything happens. The refusal shows what the server supports.
             refused = catch_error(self._call, server, "/init_weight_transfer_engine", {"init_info": PROBE_GROUP})
             if "nccl_unique_id_b64" not in str(refused):
-                raise UserError(
-                    f"{refused or server.client.url}: it takes no weights over NCCL: {HOW_TO_START_VLLM}, "
-                    f"or {USE_DIRECTORY}"
-                )
+                problem = refused or f"{server.client.url} does not receive weights over NCCL"
+                raise UserError(with_advice(problem, f"{HOW_TO_START_VLLM}, or {USE_DIRECTORY}"))
 
     def _world_size(self, server: ServerClient) -> int:
         """Return the number of GPUs of a server. Raises UserError."""
+        advice = f"{HOW_TO_START_VLLM}, or {USE_DIRECTORY}"
         try:
-            return int(self._call(server, "/get_world_size")["world_size"])
-        except (UserError, LookupError, TypeError, ValueError) as error:
-            raise UserError(
-                f"{error}: it does not tell its number of GPUs: {HOW_TO_START_VLLM}, or {USE_DIRECTORY}"
-            ) from error
+            answer = self._call(server, "/get_world_size")
+        except UserError as error:
+            raise UserError(with_advice(error, advice)) from error
+        try:
+            return int(answer["world_size"])
+        except (LookupError, TypeError, ValueError) as error:
+            problem = f"{server.client.url}/get_world_size does not report world_size: {error}"
+            raise UserError(with_advice(problem, advice)) from error
 
     def _meet(self, info: WeightInfo) -> None:
         super()._meet(info)
@@ -476,7 +493,8 @@ class TransferPublisher(StreamPublisher):
         problems = [catch_error(self._start, server) for server in self._members]
         for problem in problems:
             if problem is not None:
-                raise UserError(f"{problem}; the servers stay paused until they get a whole version")
+                advice = "The servers stay paused until they receive a complete version"
+                raise UserError(with_advice(problem, advice))
 
     def _start(self, server: ServerClient) -> None:
         """Start an update of a server. Raises UserError."""
@@ -489,7 +507,8 @@ class TransferPublisher(StreamPublisher):
         world_size = 1 + sum(sizes)
         if world_size > MAX_RANKS_PER_ID:
             raise UserError(
-                f"the servers have {sum(sizes)} GPUs, and one group takes {MAX_RANKS_PER_ID - 1}: {USE_DIRECTORY}"
+                f"the servers have {sum(sizes)} GPUs, but grpo.server.weights=broadcast reaches at most "
+                f"{MAX_RANKS_PER_ID - 1}. Set grpo.server.weights=directory"
             )
         fields: dict[str, Any] = {
             "world_size": world_size,
@@ -508,7 +527,8 @@ class TransferPublisher(StreamPublisher):
                 posts.append(run_in_thread(self._call, server, "/init_weight_transfer_engine", body))
             raise_first_error([*posts, joined], self._max_wait)
         except (UserError, RuntimeError) as error:
-            raise UserError(f"the servers' GPUs did not meet this one over NCCL: {error}; {MEETING_HINT}") from error
+            problem = f"the servers' GPUs did not join this GPU's NCCL group: {error}"
+            raise UserError(with_advice(problem, MEETING_HINT)) from error
         self._abandoned.remove(root)
         self._group, self._members = root, servers
 

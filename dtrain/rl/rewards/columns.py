@@ -199,7 +199,7 @@ def _import_signatures(name: str, module: str, function: str, keys: RewardKeys) 
         what=f"reward {name}",
         timeout=60.0,
         key=keys.timeout,
-        say=partial(print, file=sys.stderr),
+        print_line=partial(print, file=sys.stderr),
     ) as process:
         ((constructor, call),) = process.call("signatures")
     return (None if constructor is None else Signature(**constructor)), Signature(**call)

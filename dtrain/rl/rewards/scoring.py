@@ -44,7 +44,7 @@ class Rewards(Worker):
     Args:
         specs: Rewards of a checked recipe, so that none lacks its `fn`. Rewards of the same name are numbered.
         timeout: Seconds that one reward may take for one call of `score`.
-        say: Prints a line. Called once for each cause of a failure.
+        print_line: Prints a line. Called once for each cause of a failure.
         key: The recipe key of the timeout, for messages.
 
     Raises:
@@ -56,7 +56,7 @@ class Rewards(Worker):
         specs: Sequence["Reward"],
         *,
         timeout: float = 60.0,
-        say: Callable[[str], None] = print,
+        print_line: Callable[[str], None] = print,
         key: str = "grpo.reward_timeout",
     ):
         names = reward_names(specs)
@@ -72,7 +72,7 @@ class Rewards(Worker):
             what=f"the rewards ({', '.join(self._weights)})",
             timeout=timeout,
             key=key,
-            say=say,
+            print_line=print_line,
         )
 
     @property

@@ -89,7 +89,7 @@ class Recorder:
         """Print and write the row of a validation after `step`: `val_loss` and the method's other metrics."""
         row = _build_row(step, fields)
         text = "  ".join(f"{name} {value:.6g}" for name, value in row.items() if name != "step")
-        self.say(f"step {step}  {text}")
+        self.print_line(f"step {step}  {text}")
         self.log(row, step)
 
     def log(self, row: Mapping[str, Number], step: int) -> None:
@@ -125,10 +125,10 @@ class Recorder:
         if "evals" in self._other_files:
             self._other_files["evals"].cut(stays)
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Print a line on the terminal, above the progress bar, without the recipe's secrets."""
         if self._progress is not None:
-            self._progress.say(self.redact(text))
+            self._progress.print_line(self.redact(text))
 
     def end(self) -> None:
         """End the progress bar after the last step. Lines that are printed later come below it."""
@@ -158,7 +158,7 @@ class Recorder:
                 act(sink)
             except sink.failures as error:
                 self._sinks.remove(sink)
-                self.say(
+                self.print_line(
                     f"warning: {sink.name} failed and is left out from here on; training goes on. "
                     f"{type(error).__name__}: {error}"
                 )

@@ -72,7 +72,7 @@ class Progress:
             self._bar.update(step - self._bar.n)
         if self._is_due(step, num_done, now) or is_last:
             self._last_line_at = now
-            self.say(self._step_line(row, seconds_left))
+            self.print_line(self._step_line(row, seconds_left))
 
     def _estimate_duration(self, step: int, now: float) -> None:
         """Print the estimated rest of a long run, once, as soon as a few steps were timed."""
@@ -86,7 +86,7 @@ class Progress:
         steps_left = self._total_steps - step
         seconds_left = elapsed / (step - first_step) * steps_left
         if seconds_left >= LONGEST_SILENCE:
-            self.say(f"{'time':<10}about {tqdm.format_interval(seconds_left)} for the {steps_left} steps left")
+            self.print_line(f"{'time':<10}about {tqdm.format_interval(seconds_left)} for the {steps_left} steps left")
 
     def _step_line(self, row: Mapping[str, int | float], seconds_left: float) -> str:
         """Return the line of a step. On a terminal the line has as many columns as fit into the width."""
@@ -110,7 +110,7 @@ class Progress:
             return silence >= SECONDS_BETWEEN_LINES
         return num_done == 1 or step % _line_interval(self._total_steps) == 0 or silence >= LONGEST_SILENCE
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Print lines above the bar, with control characters escaped."""
         text = printable(text)
         if self._is_terminal:

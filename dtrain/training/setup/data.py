@@ -233,7 +233,7 @@ def open_data(inputs: RunInputs, host: Host) -> DataFacts:
     Collectives:
         Over all ranks of `host`.
     """
-    facts = open_splits(inputs, inputs.cache, host.say, host.ranks.is_first)
+    facts = open_splits(inputs, inputs.cache, host.print_line, host.ranks.is_first)
     refuse_dropped_text(facts)
     for split, rows in facts.rows.items():
         host.ranks.check_same(rows.fingerprint, f"data.{split} is not the same on every host")
@@ -289,7 +289,7 @@ def row_options(inputs: RunInputs, cache_dir: Path | None) -> dict[str, Any]:
 def open_splits(
     inputs: RunInputs,
     cache_dir: Path | None,
-    say: Callable[[str], None],
+    print_line: Callable[[str], None],
     progress: bool,
     names: Sequence[str] | None = None,
 ) -> DataFacts:
@@ -298,7 +298,7 @@ def open_splits(
     Args:
         inputs: The run's inputs.
         cache_dir: The directory of caches. None: the tokenised rows are not stored.
-        say: Prints a line.
+        print_line: Prints a line.
         progress: Whether to show a progress bar.
         names: Names of the splits. None: all.
 
@@ -309,7 +309,7 @@ def open_splits(
     opened: dict[str, Rows] = {}
     for split in names or splits(inputs):
         opened[split] = open_rows(
-            recipe.data, split=split, epochs=recipe.train.epochs, say=say, progress=progress, **options
+            recipe.data, split=split, epochs=recipe.train.epochs, print_line=print_line, progress=progress, **options
         )
         if recipe.data.packing == "auto":
             # The training split decides for both splits. Rows of prompts are never packed. For methods that train on

@@ -121,7 +121,7 @@ def look_at_data(inputs: RunInputs, host: DryHost) -> DataFacts:
     is_small = sum(_size(file_check.file) for _, file_check in files) <= SMALL_BYTES
     # With other problems there will be no run, so the first rows are enough.
     if is_small and num_problems_before == 0:
-        opened = host.attempt("data.train", partial(open_splits, inputs, cache_dir, host.say, False))
+        opened = host.attempt("data.train", partial(open_splits, inputs, cache_dir, host.print_line, False))
         if opened is not None:
             facts = opened
             host.attempt("data.train", partial(refuse_dropped_text, opened))

@@ -140,7 +140,7 @@ def open_outputs(inputs: RunInputs, ranks: Ranks, is_main: bool, stack: ExitStac
     recipe, run = inputs.recipe, inputs.run
 
     def lock() -> None:
-        run.acquire(say=print)  # the recorder, which prints the other lines, needs the directory first
+        run.acquire(print_line=print)  # the recorder, which prints the other lines, needs the directory first
 
     def release(kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         run.record_end(_describe_end(error, recipe))
