@@ -12,7 +12,7 @@ import unicodedata
 from collections.abc import Collection
 from pathlib import Path
 from types import NoneType
-from typing import Any, get_args, get_origin
+from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 from dtrain.base import ranges
 
@@ -171,6 +171,18 @@ VALUES_BY_KEY = {
 }  # key -> another tool's value -> dtrain's
 
 
+class KeyExplanation(NamedTuple):
+    """Explanation of an unknown key of another tool.
+
+    Attributes:
+        kind: "renamed" if dtrain has a key for it, "unneeded" if it needs none, "unsupported" if it lacks the feature.
+        text: The explanation for a message.
+    """
+
+    kind: Literal["renamed", "unneeded", "unsupported"]
+    text: str
+
+
 def explain_unknown_key(key: str) -> str | None:
     """Explain an unknown key of another tool: dtrain's key for it, or why dtrain has none.
 
@@ -184,17 +196,23 @@ def explain_unknown_key(key: str) -> str | None:
         >>> explain_unknown_key("training_args.learning_rate")
         "dtrain's word for it is optimizer.lr"
     """
+    explanation = find_key_explanation(key)
+    return None if explanation is None else explanation.text
+
+
+def find_key_explanation(key: str) -> KeyExplanation | None:
+    """Return the explanation of `explain_unknown_key` with its kind."""
     parts = _key_parts(key)
     for word in (".".join(parts[-2:]), parts[-1]):
         if word in DTRAIN_KEYS:
-            return f"dtrain's word for it is {DTRAIN_KEYS[word]}"
+            return KeyExplanation("renamed", f"dtrain's word for it is {DTRAIN_KEYS[word]}")
         if word in UNNEEDED_KEYS:
-            return f"dtrain needs no key for it: {UNNEEDED_KEYS[word]}"
+            return KeyExplanation("unneeded", f"dtrain needs no key for it: {UNNEEDED_KEYS[word]}")
         if word in UNSUPPORTED_KEYS:
-            return f"dtrain does not have this yet: {UNSUPPORTED_KEYS[word]}"
+            return KeyExplanation("unsupported", f"dtrain does not have this yet: {UNSUPPORTED_KEYS[word]}")
     for prefix, word in KEY_FAMILIES.items():
         if parts[-1].startswith(prefix):
-            return explain_unknown_key(word)
+            return find_key_explanation(word)
     return None
 
 

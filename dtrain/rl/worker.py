@@ -71,7 +71,7 @@ class Worker:
         try:
             self._start()
         except WorkerLost as lost:
-            raise UserError(f"{what} cannot be loaded: their process {lost}") from None
+            raise UserError(f"{what} cannot be loaded: the process {lost}") from None
 
     def __enter__(self) -> Self:
         return self
@@ -174,7 +174,7 @@ class Worker:
             return "closed its pipe"
         if status < 0:
             return f"was killed by {signal.Signals(-status).name}"
-        return f"ended its process with status {status}"
+        return f"ended with status {status}"
 
     def _report_failure(self, stage: str, cause: str, text: str, loss: str) -> None:
         """Print a failure of the user's code, once for each cause.

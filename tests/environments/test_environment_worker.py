@@ -146,9 +146,9 @@ FAILURES = {  # of a step; whether the process goes with it
     "word": ("step returned '1.0'. It must return a finite number or None", False),
     "infinite": ("step returned inf. It must return a finite number or None", False),
     "large": ("step returned 1e+308. It must return a number of at most 1e+30 in size, or None", False),
-    "hang in c": ("their process took longer than 0.5 s (grpo.environment_timeout) in step", True),
-    "exit": ("their process ended its process with status 7 in step", True),
-    "kill": ("their process was killed by SIGKILL in step", True),
+    "hang in c": ("the process of the environments took longer than 0.5 s (grpo.environment_timeout) in step", True),
+    "exit": ("the process of the environments ended with status 7 in step", True),
+    "kill": ("the process of the environments was killed by SIGKILL in step", True),
 }
 OBSERVATIONS = {
     "raise": "failed in observe:\n",
@@ -159,7 +159,7 @@ MAKES = {
     "hang": "make took longer than 0.5 s (grpo.environment_timeout)",
     "raise": "failed in make:\n",
     "number": "make returned 3, which has no method step",
-    "exit": "their process ended its process with status 7 in make",
+    "exit": "the process of the environments ended with status 7 in make",
 }
 
 
@@ -188,7 +188,7 @@ def test_whatever_happens_to_a_step_the_others_and_later_episodes_are_whole(mine
             causes = {"infinite": 0, "large": 0}.get(failure, 1)  # of one kind with "word"
             assert len(said) == len(told) == causes, (failure, said)
             assert all(
-                re.search(rf"\nwhat [{lost}{lost + ends_process}] of 4 episodes earned is unknown$", text)
+                re.search(rf"\nThe rewards of [{lost}{lost + ends_process}] of 4 episodes are unknown$", text)
                 for text in told
             ), said
             assert all(text.startswith("environment mine.make") for text in told)
@@ -221,7 +221,7 @@ def test_whatever_happens_to_an_observation_or_a_make(mine):
             environments.make(rows(None, failure, None))
             gone = failure == "exit"
             assert known(stepped(environments, "a", "a", "a")) == ([None] * 3 if gone else [1.0, None, 1.0])
-            assert words in said[-1] and f"what {3 if gone else 1} of 3 episodes" in said[-1]
+            assert words in said[-1] and f"The rewards of {3 if gone else 1} of 3 episodes" in said[-1]
         environments.make(rows(None))
         assert known(stepped(environments, "a")) == [1.0]
 
@@ -250,7 +250,7 @@ def test_what_cannot_be_loaded_or_found_is_said_at_once(mine):
     for path, words in (
         ("broken.make", "the environments of broken.make cannot be loaded:\n"),
         ("broken.make", "No module named 'not_there'"),
-        ("dying.make", "cannot be loaded: their process ended its process with status 3"),
+        ("dying.make", "cannot be loaded: the process ended with status 3"),
         ("mine.mak", "environment mine.mak: .* did you mean make?"),
         ("make", "environment make: no environment has this name"),
     ):
@@ -267,7 +267,7 @@ def test_an_end_that_fails_after_others_have_not_loses_its_episode_alone(mine):
         environments.make(rows("infinite"))
         assert known(environments.step(full[:1], lambda place, seen: [7])) == [None]
     (told,) = said
-    assert "end returned inf. It must return a finite number" in told and "what 1 of 2 episodes" in told
+    assert "end returned inf. It must return a finite number" in told and "The rewards of 1 of 2 episodes" in told
 
 
 def pid(environments):

@@ -54,17 +54,17 @@ def test_data_of_another_taskset_is_refused():
     options = (NAME, {"count": 2}, [])
     path = "dtrain.rl.environments.verifiers:open_library"
     with Environments(path, options=options, whose="grpo.verifiers") as environments:
-        with pytest.raises(UserError, match="the data's row is no task of .* write the data anew"):
+        with pytest.raises(UserError, match="the data's row is not a task of .* Write the data again"):
             environments.make([({"prompt": row["prompt"], "columns": row}, 0)])
 
 
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        ({"kind": "machine"}, "scores with a machine for each task, and dtrain plays tasks of one completion"),
+        ({"kind": "machine"}, "needs a machine to score each task, but dtrain supports only tasks"),
         ({"kind": "prepared"}, "prepares a machine for each task"),
-        ({"count": 0}, "its data set is empty"),
-        ({"size": 1}, "grpo.verifiers.args are"),
+        ({"count": 0}, "has no tasks"),
+        ({"size": 1}, "grpo.verifiers.args={"),
     ],
 )
 def test_what_cannot_be_played_is_refused(args, says):

@@ -181,7 +181,7 @@ def test_no_torch_is_loaded_for_it(mine):
 FAILURES = {
     "hang": "took longer than 0.5 s",
     "hang in c": "took longer than 0.5 s",
-    "exit": "ended its process with status 7",
+    "exit": "ended with status 7",
     "kill": "was killed by SIGKILL",
     "raise": "RuntimeError: no luck",
     "quit": "SystemExit: leaving",
@@ -242,7 +242,7 @@ def test_what_cannot_be_loaded_or_called_is_said_at_once(mine):
     (mine / "dying.py").write_text("import os\nos._exit(3)\ndef fn(completions): return [0.0]\n")
     for spec, words in (
         (Spec("broken.fn"), "No module named 'not_there'"),
-        (Spec("dying.fn"), "their process ended its process with status 3"),
+        (Spec("dying.fn"), "the process ended with status 3"),
         (Spec("mine.Keyword"), "missing 1 required positional argument: 'word'"),
     ):
         with pytest.raises(UserError, match="cannot be loaded") as caught:

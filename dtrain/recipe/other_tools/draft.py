@@ -422,16 +422,26 @@ class Draft:
         return not problems and section != self.method
 
     def _lose_unread(self, key: str) -> None:
-        """List a key that nobody read as lost, unless it changes nothing: switched off, or known to be needless."""
+        """List a key that was not read as lost, unless it changes nothing: it is switched off, or dtrain needs none."""
         value = self.file[key]
-        is_off = value is None or value is False or _is_unset(value) or value in ("", "none", "no", [], {})
-        answer = spelling.explain_unknown_key(key) or _NO_KEY
-        is_needless = answer.startswith("dtrain needs")
-        has_no_effect_at_zero = answer.startswith("dtrain does not have") and value == 0
-        if not (is_off or is_needless or has_no_effect_at_zero or self._is_switched_off(key)):
+        if value is None or value is False or _is_unset(value) or value in ("", "none", "no", [], {}):
+            return
+        if self._is_switched_off(key):
+            return
+        explanation = spelling.find_key_explanation(key)
+        if explanation is None:
+            self.lose(key, _NO_KEY)
+        elif explanation.kind == "unneeded":
+            return
+        elif explanation.kind == "unsupported" and value == 0:  # 0 switches most features off
+            return
+        else:
             # "dtrain's word for it is data.max_length: prompt and completion together"
-            word = re.match(r"dtrain's word for it is ([a-z_]+\.[a-z_.]+[a-z])", answer)
-            self.lose(key, answer, *([word[1]] if word else []))
+            word = re.match(r"dtrain's word for it is ([a-z_]+\.[a-z_.]+[a-z])", explanation.text)
+            if word is None:
+                self.lose(key, explanation.text)
+            else:
+                self.lose(key, explanation.text, word[1])
 
     def _is_switched_off(self, key: str) -> bool:
         """Check whether a key is in a section that its own `enable` or `enabled` switches off."""

@@ -98,7 +98,7 @@ class Environments(Worker):
         print_line: Callable[[str], None] = print,
         grace: float = GRACE,
     ):
-        self._whose = whose or f"environment {path}"
+        self._label = whose or f"environment {path}"  # first words of messages
         self._grace = grace
         self._live: set[int] = set()  # numbers of the environments that are not lost
         self._count = 0  # environments of the last `make`
@@ -121,14 +121,14 @@ class Environments(Worker):
         try:
             self._renew()
         except WorkerLost as lost:
-            self._report_once("make", str(lost), f"{self._whose}: their process {lost}{self._loss(self._count)}")
+            self._report_once("make", str(lost), f"{self._lost_text(lost)}{self._loss(self._count)}")
             return
         outcomes = self._outcomes("make", range(self._count), seeded_rows)
         failures: Failures = defaultdict(list)
         for number, outcome in outcomes.items():
             if "value" in outcome:
                 self._has_worked.add("make")
-            if "value" in outcome and "lost" not in outcome:
+            if _is_success(outcome):
                 self._live.add(number)
             else:
                 self._add_failure(failures, "make", outcome)
@@ -148,49 +148,63 @@ class Environments(Worker):
         Raises:
             UserError: If an environment fails in a stage that has never worked.
         """
-        content = [(turn.number, turn.text, turn.is_last) for turn in turns if turn.number in self._live]
-        outcomes = self._outcomes("step", [number for number, _, _ in content], content)
+        live_turns = [turn for turn in turns if turn.number in self._live]
+        outcomes = self._outcomes(
+            "step",
+            [turn.number for turn in live_turns],
+            [(turn.number, turn.text, turn.is_last) for turn in live_turns],
+        )
         failures: Failures = defaultdict(list)
         replies = []
         full: list[int] = []  # indices of turns after which the observation leaves no room for a completion
         for index, turn in enumerate(turns):
-            reply = EnvironmentReply(is_lost=True)
-            if turn.number in self._live:
-                outcome = outcomes[turn.number]
-                value = outcome.get("value")
-                if value is not None:
-                    self._has_worked.add("step")
-                if value is not None and (value["done"] or turn.is_last):
-                    reply = EnvironmentReply(value["earned"], value["done"], metrics=value["metrics"])
-                elif value is None or "lost" in outcome:
-                    self._add_failure(failures, "step", outcome)
-                else:
-                    try:
-                        reply = self._reply_with_observation(value, partial(encode, index))
-                        if len(reply.ids) >= turn.room:
-                            full.append(index)
-                        self._has_worked.add("observe")
-                    except UserError as error:
-                        failures["observe", "encode"].append(f"{self._whose}: {error}")
+            if turn.number not in self._live:
+                replies.append(EnvironmentReply(is_lost=True))
+                continue
+            reply = self._reply(turn, outcomes[turn.number], partial(encode, index), failures)
             replies.append(reply)
+            continues = not (reply.is_lost or reply.done or turn.is_last)
+            if continues and len(reply.ids) >= turn.room:
+                full.append(index)
         self._end_full(turns, full, replies, failures)
         self._report_failures(failures)
-        self._live -= {turn.number for turn, reply in zip(turns, replies, strict=True) if reply.is_lost}
+        for turn, reply in zip(turns, replies, strict=True):
+            if reply.is_lost:
+                self._live.discard(turn.number)
         return replies
 
-    @staticmethod
-    def _reply_with_observation(
-        value: Mapping[str, Any], encode: Callable[[Observation], list[int]]
+    def _reply(
+        self, turn: Turn, outcome: Outcome, encode: Callable[[Observation], list[int]], failures: Failures
     ) -> EnvironmentReply:
-        """Return the reply of an episode that continues. Raises UserError as `encode`."""
+        """Return the reply to a turn. A failure is added to `failures`.
+
+        Args:
+            turn: The turn.
+            outcome: The outcome of the step.
+            encode: Encodes the observation.
+            failures: Failures of this round of steps.
+        """
+        value = outcome.get("value")
+        if value is None:
+            self._add_failure(failures, "step", outcome)
+            return EnvironmentReply(is_lost=True)
+        self._has_worked.add("step")
+        if value["done"] or turn.is_last:
+            # The result is complete even if the process was lost afterwards.
+            return EnvironmentReply(value["earned"], value["done"], metrics=value["metrics"])
+        if not _is_success(outcome):
+            self._add_failure(failures, "step", outcome)
+            return EnvironmentReply(is_lost=True)
         observation = value["observation"]
         num_calls, num_failures = count_tool_answers(observation)
+        try:
+            ids = encode(observation)
+        except UserError as error:
+            failures["observe", "encode"].append(f"{self._label}: {error}")
+            return EnvironmentReply(is_lost=True)
+        self._has_worked.add("observe")
         return EnvironmentReply(
-            earned=value["earned"],
-            ids=encode(observation),
-            calls=num_calls,
-            failures=num_failures,
-            metrics=value["metrics"],
+            value["earned"], ids=ids, calls=num_calls, failures=num_failures, metrics=value["metrics"]
         )
 
     def _end_full(
@@ -201,24 +215,25 @@ class Environments(Worker):
         outcomes = self._outcomes("end", numbers, numbers)
         for index, number in zip(full, numbers, strict=True):
             outcome = outcomes[number]
-            value = outcome.get("value")
-            if value is None or "lost" in outcome:
+            if not _is_success(outcome):
                 self._add_failure(failures, "end", outcome)
                 replies[index] = EnvironmentReply(is_lost=True)
-            else:
-                self._has_worked.add("end")
-                earned = total(replies[index].earned, value["earned"])
-                replies[index] = replace(replies[index], earned=earned, metrics=value["metrics"])
+                continue
+            self._has_worked.add("end")
+            value = outcome["value"]
+            earned = total(replies[index].earned, value["earned"])
+            replies[index] = replace(replies[index], earned=earned, metrics=value["metrics"])
 
     def forget(self) -> None:
         """Discard the environments."""
         self._live.clear()
-        if self._is_alive:
-            try:
-                for _ in self.call("forget", grace=self._grace):
-                    pass
-            except WorkerLost as lost:
-                self._report_once("end", str(lost), f"{self._whose}: their process {lost} when they were over")
+        if not self._is_alive:
+            return
+        try:
+            for _ in self.call("forget", grace=self._grace):
+                pass
+        except WorkerLost as lost:
+            self._report_once("end", str(lost), f"{self._lost_text(lost)} after the episodes had ended")
 
     def _renew(self) -> None:
         """Make sure that a fresh process runs.
@@ -245,30 +260,35 @@ class Environments(Worker):
             Number -> outcome, in the order of `numbers`.
         """
         outcomes: dict[int, Outcome] = {number: {} for number in numbers}
-        if content:
-            try:
-                for number, outcome in self.call(method, content, grace=self._grace):
-                    outcomes[number] = outcome
-            except WorkerLost as lost:
-                for outcome in outcomes.values():
-                    outcome["lost"] = str(lost)
+        if not content:
+            return outcomes
+        try:
+            for number, outcome in self.call(method, content, grace=self._grace):
+                outcomes[number] = outcome
+        except WorkerLost as lost:
+            for outcome in outcomes.values():
+                outcome["lost"] = str(lost)
         return outcomes
 
     def _add_failure(self, failures: Failures, stage: str, outcome: Outcome) -> None:
         """Add the message for a failed outcome to `failures`."""
         stage = outcome.get("stage", stage)
-        late = f"took longer than {self._timeout:g} s ({KEY})"
+        late = f"{self._label}: {stage} took longer than {self._timeout:g} s ({KEY})"
         if outcome.get("missed") == "untried":
-            many = f"{MAX_TIMEOUTS_IN_A_ROW} times or more in a row: the others were not tried"
-            cause, text = "untried", f"{self._whose}: {stage} {late} {many}"
+            cause = "untried"
+            text = f"{late} {MAX_TIMEOUTS_IN_A_ROW} or more times in a row, so the remaining ones were not tried"
         elif "missed" in outcome:
-            cause, text = "late", f"{self._whose}: {stage} {late}"
+            cause = "late"
+            text = late
         elif "user" in outcome:
-            cause, text = "user", f"{self._whose}: {stage} {outcome['user']}"
+            cause = "user"
+            text = f"{self._label}: {stage} {outcome['user']}"
         elif "error" in outcome:
-            cause, text = outcome["kind"], f"{self._whose} failed in {stage}:\n{outcome['error']}"
+            cause = outcome["kind"]
+            text = f"{self._label} failed in {stage}:\n{outcome['error']}"
         else:
-            cause, text = outcome["lost"], f"{self._whose}: their process {outcome['lost']} in {stage}"
+            cause = outcome["lost"]
+            text = f"{self._lost_text(outcome['lost'])} in {stage}"
         failures[stage, cause].append(text)
 
     def _report_failures(self, failures: Failures) -> None:
@@ -276,8 +296,17 @@ class Environments(Worker):
         for (stage, cause), texts in failures.items():
             self._report_failure(stage, cause, texts[0], self._loss(len(texts)))
 
+    def _lost_text(self, reason: object) -> str:
+        """Return the message for a lost process. `reason` is a verb phrase, as in `WorkerLost`."""
+        return f"{self._label}: the process of the environments {reason}"
+
     def _loss(self, count: int) -> str:
-        return f"\nwhat {count} of {self._count} episodes earned is unknown"
+        return f"\nThe rewards of {count} of {self._count} episodes are unknown"
+
+
+def _is_success(outcome: Outcome) -> bool:
+    """Return whether the call succeeded and its environment still exists."""
+    return "value" in outcome and "lost" not in outcome
 
 
 def count_tool_answers(observation: Observation) -> tuple[int, int]:

@@ -70,11 +70,7 @@ class TaskMaker:
         if columns.get(ENVIRONMENT_COLUMN) == self._made:
             task = self._tasks.get(columns[ROW_COLUMN]["key"])
         if task is None:
-            raise UserError(
-                f"the data's row is no task of {json.dumps(self._made)}: write the data anew: "
-                f"python -m dtrain.rl.environments.verifiers {self._made['name']} "
-                f"'{json.dumps(self._made['args'])}' > FILE"
-            )
+            raise UserError(f"the data's row is not a task of {json.dumps(self._made)}. {_write_command(self._made)}")
         return ScoredTask(task, self._specials, self._loop)
 
 
@@ -130,31 +126,53 @@ def load_tasks(name: str, args: Mapping[str, Any]) -> list[Any]:
 
     try:
         taskset = vf.load_taskset(vf.taskset_config_type(name).model_validate({**args, "id": name}))
-        has_other_agents = vf.environment_class(name) is not vf.SingleAgentEnv
+        has_own_environment = vf.environment_class(name) is not vf.SingleAgentEnv
     except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise UserError(f"grpo.verifiers: {error}; grpo.verifiers.args are {json.dumps(dict(args))}") from None
-    problem = None
-    if has_other_agents:
-        problem = "is played by an environment of its own"
-    elif not taskset.bounded:
-        problem = "has no last task"
-    elif taskset.toolsets(taskset.config):
-        problem = "offers tools"
-    tasks = [] if problem else list(taskset)
-    one_of_each_class = {type(task): task for task in tasks}
-    for task_class, task in one_of_each_class.items():
-        if task_class.toolsets(task.config):
-            problem = "offers tools"
-        elif task_class.setup is not vf.Task.setup or task_class.finalize is not vf.Task.finalize:
-            problem = "prepares a machine for each task"
-        elif _needs_runtime(task):
-            problem = "scores with a machine for each task"
-    if problem is not None:
-        raise UserError(f"grpo.verifiers: {name} {problem}, and dtrain plays tasks of one completion; write it as "
-                        "grpo.environment and grpo.rewards")  # fmt: skip
+        raise UserError(f"grpo.verifiers: {error} (grpo.verifiers.args={json.dumps(dict(args))})") from None
+    if has_own_environment:
+        raise _unsupported_taskset(name, "has an environment of its own")
+    if not taskset.bounded:
+        raise _unsupported_taskset(name, "has endlessly many tasks")
+    if taskset.toolsets(taskset.config):
+        raise _unsupported_taskset(name, "has tools")
+    tasks = list(taskset)
     if not tasks:
-        raise UserError(f"{name}: its data set is empty")
+        raise UserError(f"grpo.verifiers: {name} has no tasks")
+    one_of_each_class = {type(task): task for task in tasks}
+    for task in one_of_each_class.values():
+        problem = _task_problem(task)
+        if problem is not None:
+            raise _unsupported_taskset(name, problem)
     return tasks
+
+
+def _task_problem(task: Any) -> str | None:
+    """Return why dtrain cannot score a task from one completion. None if it can."""
+    import verifiers.v1 as vf
+
+    task_class = type(task)
+    if task_class.toolsets(task.config):
+        return "has tools"
+    if task_class.setup is not vf.Task.setup or task_class.finalize is not vf.Task.finalize:
+        return "prepares a machine for each task"
+    if _needs_runtime(task):
+        return "needs a machine to score each task"
+    return None
+
+
+def _unsupported_taskset(name: str, problem: str) -> UserError:
+    return UserError(
+        f"grpo.verifiers: {name} {problem}, but dtrain supports only tasks that are scored from one completion. "
+        "Write it as grpo.environment and grpo.rewards"
+    )
+
+
+def _write_command(made: Mapping[str, Any]) -> str:
+    """Return the advice to write the data again. `made` has the name and arguments of the environment."""
+    command = f"python -m dtrain.rl.environments.verifiers {made['name']}"
+    if made["args"]:
+        command += f" '{json.dumps(made['args'])}'"
+    return f"Write the data again: {command} > FILE"
 
 
 def task_rows(name: str, args: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -168,7 +186,7 @@ def task_rows(name: str, args: Mapping[str, Any]) -> list[dict[str, Any]]:
         prompt = [{"role": message.role, "content": message.content} for message in _task_prompt(task)]
         are_texts = all(isinstance(message["content"], str) for message in prompt)
         if not are_texts or not any(message["role"] == "user" for message in prompt):
-            raise UserError(f"{name}: task {task.data.idx} has no prompt of text")
+            raise UserError(f"grpo.verifiers: the prompt of task {task.data.idx} of {name} is missing or is not text")
         rows.append(
             {"prompt": prompt, ENVIRONMENT_COLUMN: {"name": name, "args": dict(args)}, ROW_COLUMN: {"key": task.key}}
         )
@@ -212,14 +230,14 @@ def load_legacy_environment(name: str, args: Mapping[str, Any]) -> Any:
         cause = ""
         if error.__cause__ and str(error.__cause__) not in str(error):
             cause = f" ({error.__cause__})"
-        raise UserError(f"grpo.verifiers: {error}{cause}; grpo.verifiers.args are {json.dumps(dict(args))}") from None
+        raise UserError(f"grpo.verifiers: {error}{cause} (grpo.verifiers.args={json.dumps(dict(args))})") from None
     problem = None
     if getattr(environment, "message_type", "chat") != "chat":
-        problem = "continues plain texts, and dtrain plays conversations with it"
+        problem = "continues plain texts, but dtrain supports only conversations"
     elif environment.rubric.has_group_rewards:
-        problem = "rewards all completions of a group together, and dtrain asks it for each by itself"
+        problem = "rewards all completions of a group together, but dtrain supports only rewards of single completions"
     if problem is not None:
-        raise UserError(f"grpo.verifiers: {name} {problem}; write it as grpo.environment and grpo.rewards")
+        raise UserError(f"grpo.verifiers: {name} {problem}. Write it as grpo.environment and grpo.rewards")
     return environment
 
 
@@ -272,13 +290,13 @@ class RolloutMaker:
             origin = "no environment of verifiers"
             if ENVIRONMENT_COLUMN in columns:
                 origin = json.dumps(columns[ENVIRONMENT_COLUMN])
-            arguments = f" '{json.dumps(self.made['args'])}'" if self.made["args"] else ""
             raise UserError(
-                f"the data's row is of {origin}, and the run of {json.dumps(self.made)}: write the data anew: "
-                f"python -m dtrain.rl.environments.verifiers {self.made['name']}{arguments} > FILE"
+                f"the data's row belongs to {origin}, but grpo.verifiers is {json.dumps(self.made)}. "
+                f"{_write_command(self.made)}"
             )
         channel = _Channel(self._loop)
-        prompt = [with_text_arguments(message) for message in row["prompt"]]  # as the library's own client has them
+        # The library's own client has the arguments of tool calls as text.
+        prompt = [with_text_arguments(message) for message in row["prompt"]]
         inputs = {**columns[ROW_COLUMN], "prompt": prompt}
         rollout = self._environment.run_rollout(inputs, _client(channel), "dtrain", {})
         channel.run(rollout)
@@ -318,7 +336,7 @@ class RolloutEnvironment:
         request = channel.wait_for_request()
         if request is None:
             self._read_reward()  # raises the error of the rollout, if there was one
-            raise UserError("its rollout ended before it asked for a completion")
+            raise UserError("the rollout ended before it requested a completion")
         self._check(request, len(self._messages))
 
     def __del__(self) -> None:
@@ -346,13 +364,13 @@ class RolloutEnvironment:
         self._check(request, begin)
         new = [_comparable_message(message) for message in request.messages[begin:]]
         if not new:
-            raise UserError("it asks again and said nothing, and a turn needs a message before it")
+            raise UserError("the rollout requests another completion without a new message")
         names = {call["id"]: call["function"]["name"] for call in self._messages[-1].get("tool_calls", [])}
         for message in new:
             if not isinstance(message.setdefault("content", ""), str):
-                raise UserError(f"it said {shown(message)}; messages of text alone can be trained on")
+                raise UserError(f"the rollout adds {shown(message)}. Only messages of text are supported")
             if message["role"] == "assistant":
-                raise UserError("it speaks for the model, and what the model did not draw is not trained as its own")
+                raise UserError("the rollout adds a message of the assistant, but only the model may write these")
             if message["role"] == "tool":
                 message["name"] = names.get(message.get("tool_call_id"), "unread")
         self._messages += new
@@ -370,7 +388,7 @@ class RolloutEnvironment:
 
         self._channel.fail(vf.OverlongPromptError("there is no room for another turn"))
         if self._channel.wait_for_request() is not None:
-            raise UserError("it asks again where there is no room for another turn")
+            raise UserError("the rollout requests another completion, but there is no room for another turn")
         return self._read_reward()
 
     def _read_reward(self) -> float | None:
@@ -397,13 +415,17 @@ class RolloutEnvironment:
         requested = [_comparable_message(message) for message in request.messages[:count]]
         expected = [_comparable_message(message) for message in self._messages]
         if requested != expected:
-            raise UserError("it asks with other messages than were read and drawn before, and dtrain trains on one "
-                            "conversation that only grows")  # fmt: skip
+            raise UserError(
+                "the rollout changes earlier messages of the conversation, but dtrain supports only new messages at "
+                "its end"
+            )
         requested_tools = [_comparable_tool(tool) for tool in request.tools]
         expected_tools = [_comparable_tool(tool) for tool in self._tools]
         if requested_tools != expected_tools:
-            raise UserError("it offers other tools than the prompt tells of, which dtrain cannot follow; write the "
-                            "data anew if the environment has changed")  # fmt: skip
+            raise UserError(
+                "the rollout offers other tools than the prompt describes. Write the data again if the environment has "
+                "changed"
+            )
 
 
 class _CompletionRequest(NamedTuple):
@@ -526,7 +548,7 @@ def _comparable_call(call: Any) -> Any:
     function = call.get("function", call)
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        with suppress(ValueError):  # what is not JSON is compared as text
+        with suppress(ValueError):  # arguments that are not JSON are compared as text
             arguments = json.loads(arguments or "{}")
     return [call.get("id"), function.get("name"), arguments]
 
@@ -571,11 +593,11 @@ def environment_rows(
         row[ROW_COLUMN] = {key: value for key, value in record.items() if key != "prompt"}
         rows.append(row)
     if not rows:
-        raise UserError(f"{name}: its data set is empty")
+        raise UserError(f"grpo.verifiers: the data set of {name} is empty")
     try:
         json.dumps(rows)
     except TypeError as error:
-        raise UserError(f"{name}: a column of its data set is no JSON: {error}") from None
+        raise UserError(f"grpo.verifiers: the data set of {name} has a column that is not JSON: {error}") from None
     return rows
 
 
@@ -595,21 +617,20 @@ def main() -> None:
     parser = argparse.ArgumentParser("python -m dtrain.rl.environments.verifiers", description=main.__doc__)
     parser.add_argument("name", help="grpo.verifiers.name")
     parser.add_argument("args", nargs="?", type=json.loads, default={}, help="grpo.verifiers.args, as JSON")
-    parser.add_argument("--eval", action="store_true", help="those of its data set for evaluation")
+    parser.add_argument("--eval", action="store_true", help="write the prompts of its data set for evaluation")
     options = parser.parse_args()
     if "" not in sys.path:
         sys.path.append("")
     try:
-        with redirect_stdout(sys.stderr):  # what the environment prints is no row
+        with redirect_stdout(sys.stderr):  # the environment may print lines that are not rows
             find_verifiers(options.name)
             if has_tasksets():
                 if options.eval:
-                    raise UserError("--eval: a taskset has one data set; choose another by its args")
+                    raise UserError("--eval: a taskset has only one data set. Leave it out, or choose another by args")
                 rows = task_rows(options.name, options.args)
             else:
-                rows = environment_rows(
-                    load_legacy_environment(options.name, options.args), options.name, options.args, options.eval
-                )
+                environment = load_legacy_environment(options.name, options.args)
+                rows = environment_rows(environment, options.name, options.args, options.eval)
     except UserError as error:
         raise SystemExit(f"dtrain: {error}") from None
     for row in rows:

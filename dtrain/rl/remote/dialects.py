@@ -47,7 +47,7 @@ from dtrain.base.errors import UserError
 from dtrain.base.randomness import random_key
 from dtrain.inference.chats import ImagePrompt
 from dtrain.inference.request import Completion, Request, SamplingParams
-from dtrain.rl.remote.http_client import ClientError, HttpClient, RetryableError, with_advice
+from dtrain.rl.remote.http_client import ClientError, HttpClient, RetryableError, read_models, with_advice
 
 Post = tuple[str, dict[str, Any]]
 """Path and body of a POST."""
@@ -459,19 +459,6 @@ def detect_dialect(client: HttpClient, kind: str, seconds: float) -> tuple[Diale
             "the one whose protocol it has"
         )
     return DIALECTS[owner], names
-
-
-def read_models(answer: Any) -> list[dict[str, Any]]:
-    """Return the models in an answer of /v1/models. Empty if the answer has another form.
-
-    Example:
-        >>> read_models({"data": [{"id": "policy", "owned_by": "vllm"}]})
-        [{'id': 'policy', 'owned_by': 'vllm'}]
-    """
-    models = answer.get("data") if isinstance(answer, dict) else None
-    if not isinstance(models, list):
-        return []
-    return [model for model in models if isinstance(model, dict)]
 
 
 def derived_seed(request: Request) -> int:

@@ -193,6 +193,19 @@ def _message(answer: Any) -> str:
     return str(answer) or "no explanation"
 
 
+def read_models(answer: Any) -> list[dict[str, Any]]:
+    """Return the models in an answer of /v1/models. Empty if the answer has another form.
+
+    Example:
+        >>> read_models({"data": [{"id": "policy", "owned_by": "vllm"}]})
+        [{'id': 'policy', 'owned_by': 'vllm'}]
+    """
+    models = answer.get("data") if isinstance(answer, dict) else None
+    if not isinstance(models, list):
+        return []
+    return [model for model in models if isinstance(model, dict)]
+
+
 def with_advice(error: Exception | str, advice: str) -> str:
     """Return an error's text followed by a sentence of advice. Texts of servers may end with a full stop already.
 

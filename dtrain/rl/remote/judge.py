@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 
 from dtrain.base.errors import UserError
 from dtrain.base.json_files import digest, split_lines
-from dtrain.rl.remote.dialects import read_models
-from dtrain.rl.remote.http_client import ClientError, HttpClient, RetryableError, read_api_key
+from dtrain.rl.remote.http_client import ClientError, HttpClient, RetryableError, read_api_key, read_models
 
 CHECK_SECONDS = 10.0  # for a server to list its models
 MAX_FAILURES_IN_A_ROW = 3  # after these the judge counts as down, and the remaining questions are not sent
