@@ -25,7 +25,7 @@ from dtrain.base.model_directory import (
     WEIGHTS_INDEX,
     find_weight_files,
 )
-from dtrain.base.ranges import directory_hint, plural
+from dtrain.base.ranges import directory_hint
 
 # Module of a client -> its error for a server that cannot be reached or a transfer that breaks off.
 NETWORK_CLIENTS = {
@@ -91,10 +91,10 @@ def find_model_directory(path: Path) -> Path:
         missing = missing_files(name)
         if missing:
             raise UserError(incomplete_download_message(name, missing, f"dtrain download {name}"))
-        hint = f"; a model of the Hugging Face hub is fetched first: `dtrain download {name}`"
+        hint = f". Run `dtrain download {name}` first if it is a model on the Hugging Face hub"
     else:
         hint = directory_hint(name)
-    raise UserError(f"{name}: no such directory; give a model's directory, an adapter's, a run's or a step's{hint}")
+    raise UserError(f"{name}: no such directory. Use the directory of a model, adapter, run or step{hint}")
 
 
 def cached_model_directory(name: str, *, weights: bool = True) -> Path | None:
@@ -148,11 +148,13 @@ def incomplete_download_message(name: str, missing: Sequence[str], command: str)
         missing: The files that are missing, at least one.
         command: The command that finishes the download.
     """
-    shown = ", ".join(missing[:MAX_FILES_NAMED]) + (", .." if len(missing) > MAX_FILES_NAMED else "")
-    count = f"{len(missing)} {plural(len(missing), 'file')} {'is' if len(missing) == 1 else 'are'} missing"
+    shown = ", ".join(missing[:MAX_FILES_NAMED])
+    if len(missing) > MAX_FILES_NAMED:
+        shown += ", .."
+    count = "1 file is missing" if len(missing) == 1 else f"{len(missing)} files are missing"
     return (
         f"{name}: its download into the hub's cache on this machine is incomplete: {count} ({shown}). Run `{command}` "
-        "where there is a network: it downloads only these"
+        "on a machine with a network, which downloads only these"
     )
 
 
@@ -261,7 +263,7 @@ def _refuse_unfit(name: str, has_config: bool, has_weights: bool) -> None:
     """Raise UserError for a repository without config.json or without weights in safetensors."""
     if not has_config or not has_weights:
         lacking = "weights in safetensors" if has_config else CONFIG
-        raise UserError(f"{name} has no {lacking} on the hub: dtrain cannot train it")
+        raise UserError(f"{name} has no {lacking} on the hub, so dtrain cannot train it")
 
 
 @contextmanager
@@ -291,15 +293,15 @@ def hub_errors(
         yield
     except GatedRepoError as error:
         raise UserError(
-            f"{name} is gated: its owner wants your agreement. Log in at https://huggingface.co/{path} and accept, "
-            "then run `hf auth login`, or set HF_TOKEN to a token of that account"
+            f"{name} is gated, and you have not accepted its terms. Accept them at https://huggingface.co/{path}, then "
+            "run `hf auth login`, or set HF_TOKEN to a token of that account"
         ) from error
     except RevisionNotFoundError as error:
-        raise UserError(f"{name} has no such revision on the hub: give a branch, a tag or a commit of it") from error
+        raise UserError(f"{name} has no such revision on the hub. Use one of its branches, tags or commits") from error
     except RepositoryNotFoundError as error:
         raise UserError(
-            f"there is no {here} {name} here, and the hub has no such {kind}, or it is private and no token, or the "
-            "wrong one, was sent: check the name, or run `hf auth login`, or set HF_TOKEN"
+            f"there is no {here} {name} here, and the hub has no such {kind}. Check the name. If it is private, run "
+            "`hf auth login`, or set HF_TOKEN"
         ) from error
     except client_errors(LocalEntryNotFoundError) as error:
         names = missing()
@@ -307,7 +309,7 @@ def hub_errors(
             raise UserError(incomplete_download_message(name, names, command)) from error
         raise UserError(
             f"{name} is not a {here} here and not in the hub's cache on this machine, and the hub cannot be reached "
-            f"(no network, or HF_HUB_OFFLINE=1): run `{command}` where there is a network, or set {otherwise}"
+            f"(no network, or HF_HUB_OFFLINE=1). Run `{command}` on a machine with a network, or set {otherwise}"
         ) from error
     except HfHubHTTPError as error:
         raise UserError(f"{name}: the hub answered with an error: {str(error).strip().splitlines()[0]}") from error

@@ -139,8 +139,11 @@ def refusing(kind):
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        (GatedRepoError, "is gated: its owner wants your agreement. Log in at https://huggingface.co/meta/x and"),
-        (RepositoryNotFoundError, "the hub has no such model, or it is private and no token"),
+        (
+            GatedRepoError,
+            "is gated, and you have not accepted its terms. Accept them at https://huggingface.co/meta/x, then",
+        ),
+        (RepositoryNotFoundError, "the hub has no such model. Check the name"),
     ],
 )
 def test_gated_and_private_models_are_answered_with_what_to_do(tmp_path, monkeypatch, kind, said):

@@ -187,7 +187,7 @@ def test_paths_globs_and_lists(tmp_path):
 
 
 @pytest.mark.parametrize("path, words", [
-    ("HuggingFaceH4/ultrachat", ["`dtrain download --data HuggingFaceH4/ultrachat` fetches it"]),
+    ("HuggingFaceH4/ultrachat", ["Run `dtrain download --data HuggingFaceH4/ultrachat` to download it"]),
     ("data/none.jsonl", ["there is no file data/none.jsonl"]),
     ("none*.jsonl", ["no file matches none*.jsonl"]),
     ("{dir}", ["is a directory", "*.jsonl"]),

@@ -93,16 +93,16 @@ def test_by_names(tmp_path, listing, split, subset, expected):
 @pytest.mark.parametrize(
     ("listing", "readme", "split", "subset", "said"),
     [
-        (LISTING, CONFIGS, "test", None, "data.train.split=test: someone/tiny-rows has no such split of subset main; "
-         "there are test_sft, train"),
-        (LISTING, CONFIGS, "train", "mian", "data.train.subset=mian: there is no such subset; someone/tiny-rows has "
-         "main, socratic, all, one"),
-        (["en/train.jsonl", "de/train.jsonl"], "", "train", None, "data.train.subset is not set, and someone/tiny-rows "
-         "has de, en. Name one of them"),
-        (["train.jsonl"], "", "test", None, "has no such split; there are train"),
-        (["a.tar", "load.py"], "", "train", None, "holds no file that dtrain reads (.jsonl, .json, .ndjson, .csv, "
-         ".parquet; it has .py, .tar). data.train.revision=refs/convert/parquet"),
-        (["data/train-00000-of-00002.parquet"], "", "train", None, "of data/train-*-of-00002 there are 1 files, not 2"),
+        (LISTING, CONFIGS, "test", None, "data.train.split=test: someone/tiny-rows has no such split of subset main. "
+         "Its splits are test_sft, train"),
+        (LISTING, CONFIGS, "train", "mian", "data.train.subset=mian: someone/tiny-rows has no such subset. "
+         "Its subsets are main, socratic, all, one"),
+        (["en/train.jsonl", "de/train.jsonl"], "", "train", None, "data.train.subset is not set, but someone/tiny-rows "
+         "has the subsets de, en. Name one of them"),
+        (["train.jsonl"], "", "test", None, "has no such split. Its splits are train"),
+        (["a.tar", "load.py"], "", "train", None, "has no file that dtrain reads (.jsonl, .json, .ndjson, .csv, "
+         ".parquet), only .py, .tar. Set data.train.revision=refs/convert/parquet"),
+        (["data/train-00000-of-00002.parquet"], "", "train", None, "data/train-*-of-00002 are 1 files, not 2"),
         (["train.jsonl"], "---\n: - {\n---\n", "train", None, "the YAML in front of its README.md is broken"),
         (["a.csv"], "---\nconfigs: [{config_name: x, data_files: data/a**}]\n---\n", "train", None, "README.md has "
          "data/a**, which fsspec cannot read (Invalid pattern: '**' can only be an entire path component). Set "
@@ -134,11 +134,11 @@ def losses(recipe):
 def test_a_run_fetches_what_it_needs_and_goes_on_offline(tmp_path, hub, rows, monkeypatch):  # noqa: F811
     shape = [f"data.val={{path: {NAME}, split: test}}", "train.validate_every=2", "train.steps=4"]
     recipe = load(tiny_recipe(tmp_path, f"data.train.path={NAME}", *shape))
-    why = "is no file here, and as a dataset of the Hugging Face hub it is not in this machine's cache"
+    why = "is not a file here, and as a dataset of the Hugging Face hub it is not in this machine's cache"
     assert preflight(recipe, 1) == []
     assert missing_problems(recipe) == [
-        f"data.train.path={NAME} {why}: `dtrain download --data {NAME}` fetches it",
-        f"data.val.path={NAME} {why}: `dtrain download --data {NAME} --split test` fetches it",
+        f"data.train.path={NAME} {why}. Run `dtrain download --data {NAME}` to download it",
+        f"data.val.path={NAME} {why}. Run `dtrain download --data {NAME} --split test` to download it",
     ]
     launch(recipe)
     assert not any("huge" in line for line in hub.asked)
@@ -174,7 +174,7 @@ def test_a_cache_without_a_listing_is_known_by_its_names(hub, rows):  # noqa: F8
     data_hub_tree._IN_MEMORY_TREE_CACHE.clear()
     assert cached_files(NAME, DatasetPart()) == files
     files[1].unlink()
-    with pytest.raises(UserError, match="there are 1 files, not 2"):
+    with pytest.raises(UserError, match="are 1 files, not 2"):
         cached_files(NAME, DatasetPart())
 
 
@@ -190,7 +190,7 @@ def test_revisions(hub, rows):  # noqa: F811
 
 def test_a_private_or_missing_one_is_said(hub, rows):  # noqa: F811
     hub.private.add(NAME)
-    with pytest.raises(UserError, match="the hub has no such dataset, or it is private and no token"):
+    with pytest.raises(UserError, match="the hub has no such dataset. Check the name"):
         download(NAME, DatasetPart())
 
 
@@ -199,7 +199,7 @@ def test_the_command(hub, rows, capsys):  # noqa: F811
     [line] = capsys.readouterr().out.splitlines()
     assert open(line, "rb").read() == jsonl(rows[:7])
     assert cli.main(["download", "--data", NAME, "--split", "dev"]) == 1
-    assert "has no such split; there are test, train" in capsys.readouterr().err
+    assert "has no such split. Its splits are test, train" in capsys.readouterr().err
     assert cli.main(["download", NAME, "--split", "test"]) == 1
     assert "are for datasets: add --data" in capsys.readouterr().err
 

@@ -99,7 +99,7 @@ COMMANDS: tuple[Mistake, ...] = (
     _two("export {root}/gone {root}/out --lora", "write --adapter"),
     _two("export {root}/gone {root}/out dtype=bfloat16", "dtype=bfloat16: write --dtype bfloat16"),
     _one("download Qwen", "Qwen is not the id of a model on the hub (owner/name)"),
-    _one("generate {root}/gone --prompt hello", "gone: no such directory; give a model's directory"),
+    _one("generate {root}/gone --prompt hello", "gone: no such directory. Use the directory of a model"),
     _two("generate {root}/gone hello", "hello: one word too many; the user message comes after --prompt"),
     _two("generate {root}/gone --max-tokens 5", "write --max-new-tokens 5"),
     _two("generate {root}/gone --temp 0.5 --text hi", "--text: write --prompt hi"),

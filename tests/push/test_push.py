@@ -171,11 +171,11 @@ def test_an_adapter_names_its_base_by_the_id(tmp_path, hub, logged_in):  # noqa:
             NAME,
             None,
             True,
-            "the hub does not accept your token, or you have none: run `hf auth login`, or set HF_TOKEN",
+            "the hub does not accept your token, or you have none. Run `hf auth login`, or set HF_TOKEN",
         ),
         (NAME, "hf_wrong", True, "the hub does not accept your token, or you have none"),
         ("org/tiny", "hf_right", False, "org/tiny: your token may not write to this repository"),
-        ("tiny", "hf_right", True, "tiny is not the id of a model on the hub: give OWNER/NAME"),
+        ("tiny", "hf_right", True, "tiny is not the id of a model on the hub. Write it as OWNER/NAME"),
         ("me/a b", "hf_right", True, "me/a b could not be pushed"),
     ],
 )
@@ -197,7 +197,7 @@ def test_a_run_without_an_export(tmp_path, trained, capsys):
     for file in (trained / "export").iterdir():
         file.unlink()
     assert main(["push", str(trained), NAME]) == 1
-    assert f"{trained} has no export: give a run's directory; `dtrain export {trained}" in capsys.readouterr().err
+    assert f"{trained} has no export. Use the directory of a run. `dtrain export {trained}" in capsys.readouterr().err
     assert main(["push", str(tmp_path / "gone"), NAME]) == 1
     assert "is not a directory" in capsys.readouterr().err
 

@@ -83,7 +83,7 @@ def run(arguments: argparse.Namespace) -> None:
 def _check_id(name: str, option: str = "") -> None:
     """Raise UserError if `name` cannot be the id of a model on the hub."""
     if "/" not in name or name.startswith(("/", ".", "~")):
-        raise UserError(f"{option}{name} is not the id of a model on the hub: give OWNER/NAME")
+        raise UserError(f"{option}{name} is not the id of a model on the hub. Write it as OWNER/NAME")
 
 
 def _files(export: Path) -> dict[str, Path]:
@@ -96,7 +96,9 @@ def _files(export: Path) -> dict[str, Path]:
     if not has_weights or not has_config:
         run = export.parent
         problem = "has no export" if run.is_dir() else "is not a directory"
-        raise UserError(f"{run} {problem}: give a run's directory; `dtrain export {run} {export}` writes its export")
+        raise UserError(
+            f"{run} {problem}. Use the directory of a run. `dtrain export {run} {export}` writes its export"
+        )
     return files
 
 
@@ -137,11 +139,11 @@ def _hub_errors(name: str) -> Iterator[None]:
     from huggingface_hub import errors
 
     owner = name.split("/")[0]
-    login = "run `hf auth login`, or set HF_TOKEN to a token with write access"
+    login = "Run `hf auth login`, or set HF_TOKEN to a token with write access"
     problems_by_status = {
-        401: f"the hub does not accept your token, or you have none: {login}",
-        403: f"your token may not write to this repository: choose an owner that you can write to, or {login}",
-        404: f"the hub has no owner {owner}, or your token cannot see it: {login}",
+        401: f"the hub does not accept your token, or you have none. {login}",
+        403: f"your token may not write to this repository. Use another owner. {login}",
+        404: f"the hub has no owner {owner}, or your token cannot see it. {login}",
     }
     try:
         yield
@@ -150,11 +152,11 @@ def _hub_errors(name: str) -> Iterator[None]:
         problem = problems_by_status.get(status, f"the hub answered with an error: {_first_line(error)}")
         raise UserError(f"{name}: {problem}") from error
     except errors.LocalTokenNotFoundError as error:
-        raise UserError(f"{name}: there is no token on this machine: {login}") from error
+        raise UserError(f"{name}: there is no token on this machine. {login}") from error
     except (ValueError, OSError) as error:  # a name that the hub does not accept, or HF_HUB_OFFLINE
         raise UserError(f"{name} could not be pushed: {_first_line(error)}") from error
     except client_errors() as error:
-        raise UserError(f"{name} could not be pushed: the hub cannot be reached ({error})") from error
+        raise UserError(f"{name} could not be pushed, because the hub cannot be reached: {error}") from error
 
 
 def _first_line(error: Exception) -> str:

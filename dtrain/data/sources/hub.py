@@ -115,9 +115,9 @@ def choose_files(
     if not files:
         suffixes = sorted({PurePosixPath(path).suffix for path in listing if "." in path})
         raise UserError(
-            f"{key}.path={name} holds no file that dtrain reads ({', '.join(FILE_KINDS)}; it has "
-            f"{', '.join(suffixes) or 'none'}). {key}.revision=refs/convert/parquet is the hub's own copy in parquet, "
-            "if it has made one"
+            f"{key}.path={name} has no file that dtrain reads ({', '.join(FILE_KINDS)}), only "
+            f"{', '.join(suffixes) or 'files without a suffix'}. Set {key}.revision=refs/convert/parquet, which is the "
+            "hub's copy in parquet if it has made one"
         )
     subsets = _subsets_of_card(card) or _subsets_of_folders(files)
     chosen_subset = _choose_subset(name, subsets, subset, key)
@@ -125,7 +125,9 @@ def choose_files(
     chosen = splits.get(split) or splits.get(SPLIT_OF.get(split, split))
     if not chosen:
         where = f" of subset {chosen_subset}" if len(subsets) > 1 else ""
-        raise UserError(f"{key}.split={split}: {name} has no such split{where}; there are {', '.join(sorted(splits))}")
+        raise UserError(
+            f"{key}.split={split}: {name} has no such split{where}. Its splits are {', '.join(sorted(splits))}"
+        )
     _refuse_missing_shards(name, chosen)
     return chosen
 
@@ -190,7 +192,7 @@ def _choose_subset(name: str, subsets: Mapping[str, Subset], subset: str | None,
     """Return the name of the subset that a recipe uses. Raises UserError if there is no such subset, or no default."""
     if subset is not None:
         if subset not in subsets:
-            raise UserError(f"{key}.subset={subset}: there is no such subset; {name} has {', '.join(subsets)}")
+            raise UserError(f"{key}.subset={subset}: {name} has no such subset. Its subsets are {', '.join(subsets)}")
         return subset
     if len(subsets) == 1:
         (only_subset,) = subsets
@@ -198,7 +200,7 @@ def _choose_subset(name: str, subsets: Mapping[str, Subset], subset: str | None,
     for candidate, entry in subsets.items():
         if entry.is_default:
             return candidate
-    raise UserError(f"{key}.subset is not set, and {name} has {', '.join(subsets)}. Name one of them")
+    raise UserError(f"{key}.subset is not set, but {name} has the subsets {', '.join(subsets)}. Name one of them")
 
 
 def _splits(name: str, subset: Subset, files: Sequence[str], key: str) -> dict[str, list[str]]:
@@ -273,7 +275,7 @@ def _refuse_missing_shards(name: str, files: Sequence[str]) -> None:
             counts[folder, shard[1], shard[2]] += 1
     for (folder, stem, total), count in counts.items():
         if count != int(total):
-            raise UserError(f"{name}: of {folder}/{stem}-*-of-{total} there are {count} files, not {int(total)}")
+            raise UserError(f"{name}: {folder}/{stem}-*-of-{total} are {count} files, not {int(total)}")
 
 
 @dataclass(frozen=True)
@@ -327,8 +329,8 @@ def describe_uncached(name: str, part: DatasetPart, key: str) -> str:
     if missing:
         return f"{key}={incomplete_download_message(name, missing, command)}"
     return (
-        f"{key}={name} is no file here, and as a dataset of the Hugging Face hub it is not in this machine's cache: "
-        f"`{command}` fetches it"
+        f"{key}={name} is not a file here, and as a dataset of the Hugging Face hub it is not in this machine's cache. "
+        f"Run `{command}` to download it"
     )
 
 
