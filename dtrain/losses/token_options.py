@@ -3,12 +3,13 @@
 The losses and the checks of a recipe both read it, so it imports no torch. The functions are in `head.weighted_sum`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 from dtrain.base.ranges import Range
+from dtrain.losses.user_losses import import_loss, is_user_loss
 
 
 @dataclass(frozen=True)
@@ -16,13 +17,13 @@ class TokenLoss:
     """A loss of `sft.loss`.
 
     Attributes:
-        function: Name of the function in `head.weighted_sum`.
+        function: Name of the function in `head.weighted_sum`, or a user's function.
         options: The function's options and their defaults.
         smooths: Whether `sft.label_smoothing` can be used with it. Only a cross entropy has a meaning for a target that
             is a distribution.
     """
 
-    function: str
+    function: str | Callable[..., Any]
     options: Mapping[str, Any] = field(default_factory=dict)
     smooths: bool = False
 
@@ -33,6 +34,19 @@ LOSSES: Mapping[str, TokenLoss] = MappingProxyType(
         "dft": TokenLoss("dft"),  # Wu et al., arXiv:2508.05629
     }
 )
+
+
+def is_loss_name(name: str) -> bool:
+    """Return whether `sft.loss` can have this value: a name of `LOSSES`, or a user's loss."""
+    return name in LOSSES or is_user_loss(name, "sft.loss")
+
+
+def find_loss(name: str) -> TokenLoss:
+    """Return the row of a known loss. Raises UserError if a user's loss cannot be used."""
+    if name in LOSSES:
+        return LOSSES[name]
+    return import_loss(name, "sft.loss", TokenLoss)
+
 
 RANGES: Mapping[str, Range] = MappingProxyType({})
 """Ranges of options. Options that are not listed accept any finite number."""

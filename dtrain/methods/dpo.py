@@ -40,7 +40,7 @@ from dtrain.base.batch import (
     num_rows,
     sum_by_document,
 )
-from dtrain.base.errors import Problem
+from dtrain.base.errors import Problem, UserError, problems_of_error
 from dtrain.base.json_files import digest
 from dtrain.base.ranges import format_value, is_number
 from dtrain.base.ranks import Ranks
@@ -51,7 +51,15 @@ from dtrain.losses.preference.losses import (
     preference_rewards,
     preference_weights,
 )
-from dtrain.losses.preference.options import LOSSES, SFT, over_the_batch, problems
+from dtrain.losses.preference.options import (
+    LOSSES,
+    SFT,
+    find_loss,
+    is_loss_name,
+    over_the_batch,
+    problems,
+    usable_losses,
+)
 from dtrain.methods.method import MethodWithReference, RunContext
 from dtrain.methods.sections import Dpo
 from dtrain.policy import Policy
@@ -252,6 +260,9 @@ class DpoMethod(MethodWithReference):
     def image_problems(self) -> list[Problem]:
         return []
 
+    def code(self) -> list[tuple[str, str | None, str]]:
+        return [("dpo.loss", name, "loss") for name in self.section.losses]
+
     @cached_property
     def objective(self) -> Objective:
         """The losses with their weights."""
@@ -304,7 +315,7 @@ class DpoMethod(MethodWithReference):
 
     def needs_reference(self) -> bool:
         """Check whether one of the losses reads a reference, and the recipe has a reference."""
-        is_read = any(LOSSES[name].needs_reference for name in self.section.losses if name in LOSSES)
+        is_read = any(loss.needs_reference for loss in usable_losses(self.section.losses).values())
         return is_read and self.section.reference not in (None, "none")
 
     def keeps_reference_weights(self) -> bool:
@@ -484,8 +495,18 @@ def loss_problems(
     if not names:
         return [Problem("dpo.loss", "dpo.loss names no loss")]
     names_of_losses = (*LOSSES, SFT)
-    unknown = [name for name in names if name not in names_of_losses]
+    unknown = [name for name in names if name != SFT and not is_loss_name(name)]
+    losses = []
     errors = []
+    for name in names:
+        if not is_loss_name(name):
+            continue
+        try:
+            find_loss(name)
+        except UserError as error:
+            errors += problems_of_error("dpo.loss", error)
+        else:
+            losses.append(name)
     for name in unknown:
         hint = spelling.value_hint("dpo.loss", name, names_of_losses)
         errors.append(Problem("dpo.loss", f"dpo.loss={name} is not a preference loss{hint}"))
@@ -496,7 +517,6 @@ def loss_problems(
         for weight in loss_weights:
             if not is_number(weight):
                 errors.append(Problem("dpo.loss_weights", f"dpo.loss_weights: {weight} is not a finite number"))
-    losses = [name for name in names if name in LOSSES]
     values = {"beta": beta, "label_smoothing": label_smoothing, "f_divergence": f_divergence, **options}
     return errors + problems(losses, values, has_reference=has_reference, section="dpo.", kwargs="dpo.kwargs.")
 

@@ -17,8 +17,8 @@ class Sft:
     """`sft`: read by method sft."""
 
     loss: str = "nll"
-    """nll: −log p of each trained token. dft: that times p, as a constant (arXiv:2508.05629). The table is
-    dtrain/losses/token_options.py."""
+    """nll: −log p of each trained token. dft: that times p, as a constant (arXiv:2508.05629). Or the import path of a
+    loss of your own (docs/plugins.md)."""
     label_smoothing: Annotated[float, (lambda v: is_number(v) and 0 <= v < 1, "from 0 to below 1")] = 0.0
     """With nll: this share of a token's loss is the mean of −log p over the whole vocabulary, as in transformers. The
     validation loss has it too."""
@@ -31,7 +31,8 @@ class Dpo:
     """`dpo`: read by method dpo."""
 
     loss: str | list[str] = "sigmoid"
-    """A loss's name (dtrain/losses/preference/options.py lists them), or a list with `loss_weights`."""
+    """A loss's name (dtrain/losses/preference/options.py lists them), the import path of a loss of your own
+    (docs/plugins.md), or a list of these with `loss_weights`."""
     beta: float = 0.1
     """Strength of the pull towards the reference."""
     label_smoothing: float = 0.0
@@ -94,7 +95,8 @@ class Grpo(RolloutSection):
     updates_per_rollout: Annotated[int, at_least(1)] = 1
     """Passes over a rollout."""
     loss: str = "dapo"
-    """Name of the policy loss (dtrain/losses/policy/options.py lists them)."""
+    """Name of the policy loss (dtrain/losses/policy/options.py lists them), or the import path of a loss of your own
+    (docs/plugins.md)."""
     beta: float = 0.0
     """Weight of the divergence from the reference. 0: there is no reference."""
     clip: list[float] = field(default_factory=lambda: [0.2, 0.2])

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from dtrain.base.batch import Batch
-from dtrain.base.errors import Problem
+from dtrain.base.errors import Problem, UserError, problems_of_error
 from dtrain.base.ranges import NUMBER, format_value
 from dtrain.losses.head import weighted_sum
-from dtrain.losses.token_options import LOSSES, RANGES
+from dtrain.losses.token_options import LOSSES, RANGES, find_loss, is_loss_name
 from dtrain.methods.method import Method
 from dtrain.methods.sections import Sft
 from dtrain.policy.score import LogprobSource
@@ -37,17 +37,20 @@ class SftMethod(Method):
     def problems(self) -> list[Problem]:
         """Check `sft.loss`, its options and label smoothing."""
         section = self.section
-        if section.loss not in LOSSES:
+        if not is_loss_name(section.loss):
             hint = spelling.value_hint("sft.loss", section.loss, LOSSES)
             return [Problem("sft.loss", f"sft.loss={section.loss} is not a loss of tokens{hint}")]
-        loss = LOSSES[section.loss]
+        try:
+            loss = find_loss(section.loss)
+        except UserError as error:
+            return problems_of_error("sft.loss", error)
         errors = []
         for name, value in section.kwargs.items():
             key = f"sft.kwargs.{name}"
             allowed, sentence = RANGES.get(name, NUMBER)
             if name not in loss.options:
                 errors.append(Problem(key, f"{key} is not read by sft.loss={section.loss}", "Leave it out"))
-            elif not allowed(value):
+            elif section.loss in LOSSES and not allowed(value):
                 errors.append(Problem(key, f"{key}={format_value(value)} must be {sentence}"))
         if section.label_smoothing and not loss.smooths:
             key = "sft.label_smoothing"
@@ -56,11 +59,16 @@ class SftMethod(Method):
             errors.append(Problem(key, text, f"Leave it out, or set sft.loss={' or '.join(smoothing)}"))
         return errors
 
+    def code(self) -> list[tuple[str, str | None, str]]:
+        return [("sft.loss", self.section.loss, "loss")]
+
     @cached_property
     def _token_loss(self) -> partial[Tensor]:
         """The loss of tokens with its options."""
-        loss = LOSSES[self.section.loss]
-        function = getattr(weighted_sum, loss.function)  # the table has its name, because it imports no torch
+        loss = find_loss(self.section.loss)
+        function = loss.function
+        if isinstance(function, str):  # the table has the names of dtrain's, because it imports no torch
+            function = getattr(weighted_sum, function)
         return partial(function, **{**loss.options, **self.section.kwargs})
 
     def loss(

@@ -22,13 +22,13 @@ import torch
 from torch import Tensor
 
 from dtrain.base.batch import IGNORE_INDEX, Batch
-from dtrain.base.errors import Problem, UserError
+from dtrain.base.errors import Problem, UserError, problems_of_error
 from dtrain.base.ranges import is_number
 from dtrain.data.formats.prompts import PromptOptions
 from dtrain.data.model_directory import ModelDirectory
 from dtrain.data.rows.rows import Cursor, GlobalBatch, Rows
 from dtrain.losses import TrainingSamplingParams
-from dtrain.losses.policy.options import LOSSES, problems
+from dtrain.losses.policy.options import LOSSES, find_loss, is_loss_name, problems
 from dtrain.losses.policy.terms import Counts, PolicySpec, means, policy_terms, top_entropy_threshold
 from dtrain.methods.method import AttachedModels, MethodWithReference, RunContext, RunLog
 from dtrain.methods.sections import Grpo
@@ -151,7 +151,7 @@ class GrpoMethod(MethodWithReference):
 
     def code(self) -> list[tuple[str, str | None, str]]:
         section = self.section
-        code: list[tuple[str, str | None, str]] = []
+        code: list[tuple[str, str | None, str]] = [("grpo.loss", section.loss, "loss")]
         for i, reward in enumerate(section.rewards):
             code.append((f"grpo.rewards[{i}].fn", reward.fn, "reward"))
         for i, tool in enumerate(section.tools):
@@ -496,9 +496,13 @@ def _table(step: int, measured: Mapping[str, float], rows: list[dict[str, Any]])
 
 def loss_problems(loss: str, clip: Sequence[float], beta: float, options: Mapping[str, Any]) -> list[Problem]:
     """Check the loss of a `grpo` section, given as `grpo.loss`, `grpo.clip`, `grpo.beta` and `grpo.kwargs`."""
-    if loss not in LOSSES:
+    if not is_loss_name(loss):
         text = f"grpo.loss={loss} is not a policy loss{spelling.value_hint('grpo.loss', loss, LOSSES)}"
         return [Problem("grpo.loss", text)]
+    try:
+        find_loss(loss)
+    except UserError as error:
+        return problems_of_error("grpo.loss", error)
     found = problems(loss, clip, beta, options, "grpo.", "grpo.kwargs.")
     if loss == "cispo" and len(clip) == 2 and is_number(clip[1]) and 0 <= clip[1] < 1:
         text = (

@@ -3,13 +3,14 @@
 The losses and the checks of a recipe both read it, so it imports no torch. The functions are in `formulas`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
 from dtrain.base.errors import Problem
 from dtrain.base.ranges import NOT_NEGATIVE, NUMBER, POSITIVE, Range, is_number, magnitude_hint, name_hint, one_of
+from dtrain.losses.user_losses import import_loss, is_user_loss
 
 LEVELS = ("token", "sequence", "sequence_token")
 KL_ESTIMATORS = ("k1", "k2", "k3")
@@ -31,7 +32,8 @@ class PolicyLoss:
         longest          Σ over tokens / (number of sequences · max_completion_length)
 
     Attributes:
-        function: Name of the function in `formulas`.
+        function: Name of the function in `formulas`, or a user's function of the same signature, which may also return
+            only the loss, [n, S].
         options: The function's options, except the clip, and their defaults.
         normalisation: See above.
         level: Default of importance_sampling_level.
@@ -40,7 +42,7 @@ class PolicyLoss:
         by_sequence: Whether the loss is one number per sequence, so that single tokens cannot be left out.
     """
 
-    function: str
+    function: str | Callable[..., Any]
     options: Mapping[str, Any] = field(default_factory=dict)
     normalisation: Normalisation = "tokens"
     level: str = "token"
@@ -78,6 +80,19 @@ LOSSES: Mapping[str, PolicyLoss] = MappingProxyType(
         "reinforce": PolicyLoss("reinforce"),
     }
 )
+
+
+def is_loss_name(name: str) -> bool:
+    """Return whether `grpo.loss` can have this value: a name of `LOSSES`, or a user's loss."""
+    return name in LOSSES or is_user_loss(name, "grpo.loss")
+
+
+def find_loss(name: str) -> PolicyLoss:
+    """Return the row of a known loss. Raises UserError if a user's loss cannot be used."""
+    if name in LOSSES:
+        return LOSSES[name]
+    return import_loss(name, "grpo.loss", PolicyLoss)
+
 
 SHARED: Mapping[str, Any] = MappingProxyType(
     {
@@ -154,12 +169,15 @@ def problems(
     if not (is_number(beta) and beta >= 0):
         key = f"{section}beta"
         found.append(Problem(key, f"{key}={beta} must be a finite number, at least 0{magnitude_hint(beta)}"))
-    read = {**SHARED, **LOSSES[loss].options}
+    row = find_loss(loss)
+    read = {**SHARED, **row.options}
     for name, value in options.items():
         key = f"{kwargs}{name}"
         is_good, words = RANGES.get(name, NUMBER)
         if name not in read:
             found.append(Problem(key, f"{key} is not read by {loss}{name_hint(name, read, kwargs)}"))
+        elif loss not in LOSSES and name in row.options:
+            continue  # the function itself decides which values it accepts
         elif not is_good(value):
             found.append(Problem(key, f"{key}={value} must be {words}{magnitude_hint(value)}"))
     return found or _problems_together(loss, read | dict(options), kwargs)
@@ -171,7 +189,7 @@ def _problems_together(loss: str, options: Mapping[str, Any], kwargs: str) -> li
     if options.get("delta") is not None and options.get("dual_clip") is not None:
         text = f"{kwargs or 'options'}: delta and dual_clip bound the same ratio"
         found.append(Problem(f"{kwargs}delta", text, "Set only one of them"))
-    if LOSSES[loss].by_sequence and options["top_entropy_quantile"] < 1:
+    if find_loss(loss).by_sequence and options["top_entropy_quantile"] < 1:
         key = f"{kwargs}top_entropy_quantile"
         found.append(Problem(key, f"{key}: {loss} is a loss of complete sequences, which keep all tokens"))
     smallest, largest = options["sampling_clip_min"], options["sampling_clip_max"]

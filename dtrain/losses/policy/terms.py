@@ -35,7 +35,7 @@ from dtrain.losses.policy.formulas import (
     mean_by_sequence,
     off_policy_mask,
 )
-from dtrain.losses.policy.options import LOSSES, SHARED, PolicyLoss, problems
+from dtrain.losses.policy.options import LOSSES, SHARED, PolicyLoss, find_loss, is_loss_name, problems
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class PolicySpec:
     """A policy loss by name, with its options.
 
     Attributes:
-        name: A key of `options.LOSSES`.
+        name: A key of `options.LOSSES`, or the import path of a loss of your own (`losses.user_losses`).
         clip: ε_low and ε_high.
         beta: Weight of the KL term.
         options: Options of the loss and of `options.SHARED`, completed with the defaults.
@@ -58,7 +58,7 @@ class PolicySpec:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.name not in LOSSES:
+        if not is_loss_name(self.name):
             raise ValueError(f"{self.name!r} is no policy loss{name_hint(self.name, LOSSES)}")
         if errors := problems(self.name, self.clip, self.beta, self.options):
             raise ValueError(str(errors[0]))
@@ -68,8 +68,8 @@ class PolicySpec:
 
     @property
     def loss(self) -> PolicyLoss:
-        """The entry of `options.LOSSES`."""
-        return LOSSES[self.name]
+        """The entry of `options.LOSSES`, or the user's loss."""
+        return find_loss(self.name)
 
     def divisor(self, counts: "Counts") -> Tensor | float:
         """Return the divisor of the sum over the tokens of the global batch, a scalar.
@@ -220,9 +220,17 @@ def policy_terms(
 
 
 def _formula_of(loss: PolicyLoss) -> Callable[..., Surrogate]:
-    """Return the function of a loss. The table has only its name, because the table imports no torch."""
-    formula: Callable[..., Surrogate] = getattr(formulas, loss.function)
-    return formula
+    """Return the function of a loss. The table has only the names of dtrain's, because the table imports no torch."""
+    if isinstance(loss.function, str):
+        formula: Callable[..., Surrogate] = getattr(formulas, loss.function)
+        return formula
+    function = loss.function
+
+    def user_formula(tokens: Tokens, **options: Any) -> Surrogate:
+        result = function(tokens, **options)
+        return result if isinstance(result, Surrogate) else Surrogate(result)
+
+    return user_formula
 
 
 def _tokens(

@@ -17,7 +17,7 @@ from dtrain.base.batch import IGNORE_INDEX
 from dtrain.base.ranges import name_hint
 from dtrain.losses.preference import formulas
 from dtrain.losses.preference.formulas import Pairs
-from dtrain.losses.preference.options import DIVERGENCE, LOSSES, PreferenceLoss, problems
+from dtrain.losses.preference.options import DIVERGENCE, LOSSES, PreferenceLoss, find_loss, is_loss_name, problems
 
 
 def preference_loss(
@@ -36,7 +36,8 @@ def preference_loss(
     """Compute a preference loss of each pair. No collectives.
 
     Args:
-        name: A key of `options.LOSSES`. Its function in `formulas` has the formula and the paper.
+        name: A key of `options.LOSSES`, whose function in `formulas` has the formula and the paper. Or the import path
+            of a loss of your own (`losses.user_losses`).
         chosen_logps: log π of the chosen completions, summed over their tokens, [B].
         rejected_logps: log π of the rejected completions, [B].
         ref_chosen_logps: log π_ref of the chosen completions, [B]. None for both completions: 0.
@@ -116,7 +117,7 @@ def combined_preference_loss(
     if not names or len(weights) != len(names):
         raise ValueError(f"loss_weights has {len(weights)} weights for {len(names)} losses: pass one per loss")
     for name in names:
-        if name not in LOSSES:
+        if not is_loss_name(name):
             raise ValueError(f"{name!r} is no preference loss{name_hint(name, LOSSES)}")
     _check_options(names, {"beta": beta, **options}, has_reference=ref_chosen_logps is not None)
     pairs = _make_pairs(
@@ -131,7 +132,7 @@ def combined_preference_loss(
     )
     total = torch.zeros((), dtype=pairs.chosen.dtype, device=chosen_logps.device)
     for name, weight in zip(names, weights, strict=True):
-        loss = LOSSES[name]
+        loss = find_loss(name)
         options_of_loss = {}
         for key, default in loss.options.items():
             if key not in DIVERGENCE:  # those are in `pairs`
@@ -153,7 +154,9 @@ def _check_options(names: Sequence[str], options: Mapping[str, Any], *, has_refe
 
 
 def _formula_of(loss: PreferenceLoss) -> Callable[..., Tensor]:
-    """Return the function of a loss. The table has only its name, because the table imports no torch."""
+    """Return the function of a loss. The table has only the names of dtrain's, because the table imports no torch."""
+    if not isinstance(loss.function, str):
+        return loss.function
     formula: Callable[..., Tensor] = getattr(formulas, loss.function)
     return formula
 
@@ -349,7 +352,7 @@ def _make_pairs(
         raise ValueError(f"{missing} is missing: pass the reference for both completions or for neither")
     has_lengths = chosen_lengths is not None and rejected_lengths is not None
     for name in names:
-        if LOSSES[name].needs_lengths and not has_lengths:
+        if find_loss(name).needs_lengths and not has_lengths:
             raise ValueError(f"{name} is a loss per token: pass chosen_lengths and rejected_lengths")
     logps = [chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps]
     tensors = [*logps, chosen_lengths, rejected_lengths]

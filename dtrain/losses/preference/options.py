@@ -3,13 +3,15 @@
 The losses and the checks of a recipe both read it, so it imports no torch. The functions are in `formulas`.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from dtrain.base.errors import Problem
+from dtrain.base.errors import Problem, UserError
 from dtrain.base.ranges import NOT_NEGATIVE, NUMBER, POSITIVE, Range, closest_name, is_number, magnitude_hint, one_of
+from dtrain.losses.user_losses import import_loss, is_user_loss
 
 # In a list of losses, as in TRL: the negative log-likelihood of the chosen completions, like dpo.sft_weight.
 SFT = "sft"
@@ -21,7 +23,7 @@ class PreferenceLoss:
     """A preference loss.
 
     Attributes:
-        function: Name of the function in `formulas`.
+        function: Name of the function in `formulas`, or a user's function of the same signature.
         options: The function's options, except β, and their defaults.
         needs_reference: Whether it reads the log-probabilities of the reference.
         needs_lengths: Whether it reads the lengths of the completions.
@@ -29,7 +31,7 @@ class PreferenceLoss:
             bco_shift="batch" (`over_the_batch`).
     """
 
-    function: str
+    function: str | Callable[..., Any]
     options: Mapping[str, Any] = field(default_factory=dict)
     needs_reference: bool = True
     needs_lengths: bool = False
@@ -71,6 +73,28 @@ OFF: Mapping[str, Any] = MappingProxyType({"label_smoothing": 0.0, "f_divergence
 """Values that switch an option off. Every loss accepts them, also if it does not read the option."""
 
 
+def is_loss_name(name: str) -> bool:
+    """Return whether `dpo.loss` can have this value: a name of `LOSSES`, or a user's loss."""
+    return name in LOSSES or is_user_loss(name, "dpo.loss")
+
+
+def find_loss(name: str) -> PreferenceLoss:
+    """Return the row of a known loss. Raises UserError if a user's loss cannot be used."""
+    if name in LOSSES:
+        return LOSSES[name]
+    return import_loss(name, "dpo.loss", PreferenceLoss, ("beta",))
+
+
+def usable_losses(names: Iterable[str]) -> dict[str, PreferenceLoss]:
+    """Return the rows of the names that are losses. Users' losses that cannot be used are left out."""
+    rows = {}
+    for name in names:
+        if is_loss_name(name):
+            with suppress(UserError):
+                rows[name] = find_loss(name)
+    return rows
+
+
 def over_the_batch(names: Iterable[str], options: Mapping[str, Any]) -> list[str]:
     """Return the losses that, with these options, compare a pair with the other pairs of the global batch.
 
@@ -79,9 +103,9 @@ def over_the_batch(names: Iterable[str], options: Mapping[str, Any]) -> list[str
         ['aot']
     """
     over_batch = []
-    for name in names:
+    for name, loss in usable_losses(names).items():
         is_constant_shift = name == "bco_pair" and options.get("bco_shift") != "batch"
-        if name in LOSSES and LOSSES[name].whole_batch and not is_constant_shift:
+        if loss.whole_batch and not is_constant_shift:
             over_batch.append(name)
     return over_batch
 
@@ -125,11 +149,14 @@ def problems(
         is_in_section = option in OFF or option == "beta"
         return f"{section}{option}" if is_in_section else f"{kwargs}{option}"
 
-    read = frozenset({"beta"}).union(*(LOSSES[name].options for name in names))
+    read = frozenset({"beta"}).union(*(find_loss(name).options for name in names))
+    has_user_loss = any(name not in LOSSES for name in names)
     found = []
     for option, value in options.items():
         key = key_of(option)
         is_good, words = RANGES.get(option, NUMBER)
+        if has_user_loss and option in read and option not in RANGES:
+            continue  # the function itself decides which values it accepts
         is_switched_off = option in OFF and value == OFF[option]
         if (option in RANGES or option in read) and not is_good(value):
             found.append(Problem(key, f"{key}={value} must be {words}{magnitude_hint(value)}"))
@@ -140,7 +167,7 @@ def problems(
     key = f"{section}f_divergence"
     divergence = options.get("f_divergence", OFF["f_divergence"])
     if divergence in DIVERGENCES and divergence != OFF["f_divergence"]:
-        without = [name for name in names if not LOSSES[name].f_divergence]
+        without = [name for name in names if not find_loss(name).f_divergence]
         if without and "f_divergence" in read:
             found.append(Problem(key, f"{key}={divergence} has no meaning for {without[0]}"))
         if not has_reference:
