@@ -39,6 +39,7 @@ PROMISED = (
     "docs/install.md",
     "docs/coming-from.md",
     "docs/metrics.md",
+    "docs/trackers.md",
     "docs/models.md",
     "docs/python.md",
     "docs/real.md",

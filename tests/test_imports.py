@@ -44,7 +44,7 @@ NOT_FOR_SFT = (
     *OPTIONAL_OPTIMIZERS,
 )
 FOREIGN = {"numpy", "transformers", "ray"}
-EXTRAS = {"PIL", "plotly", "pyarrow", "datasets", "tensorboard", "wandb"}
+EXTRAS = {"PIL", "plotly", "pyarrow", "datasets", "tensorboard", "wandb", "trackio", "mlflow", "swanlab"}
 TORCH_FREE = """
     dtrain dtrain.base.errors dtrain.recipe dtrain.training.inputs dtrain.training.hub_files
     dtrain.commands.cli dtrain.launch

@@ -25,7 +25,7 @@ HEAD = """# Every field of metrics.jsonl
 
 A run writes `runs/<name>/metrics.jsonl`, one JSON object a line: a training row for each optimizer step, a row for each
 validation, and one for each evaluation of a set of `eval`. Numbers are of all ranks and micro-batches together, unless
-the table says otherwise. They are not rounded. TensorBoard and W&B show the same names.
+the table says otherwise. They are not rounded. [Trackers](trackers.md) show the same names.
 """
 
 

@@ -12,7 +12,7 @@ from dtrain import __version__
 PACKAGES = (
     *("torch", "safetensors", "omegaconf", "torchdata", "tokenizers", "huggingface_hub", "fsspec", "jinja2", "tqdm"),
     *("numpy", "pillow", "pyarrow", "tensorboard", "wandb", "plotly", "starlette", "uvicorn", "mcp", "math-verify"),
-    *("verifiers", "gguf", "transformers", "fla-core", "flash-attn-3", "flash-attn-4"),
+    *("trackio", "mlflow", "swanlab", "verifiers", "gguf", "transformers", "fla-core", "flash-attn-3", "flash-attn-4"),
 )
 
 

@@ -527,15 +527,33 @@ class Checkpoint:
 
 
 @dataclass
+class MetricSinkEntry:
+    """Entry of `metrics.sinks`."""
+
+    name: str | None = None
+    """Required. tensorboard, wandb, trackio, mlflow or swanlab, whose package must be installed; the import path of a
+    class, such as `my_package.sinks:CsvSink`; or a name that an installed package registers. docs/trackers.md shows a
+    class."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """Options of the tracker, such as `{project: my-project}`. For tensorboard those of torch's SummaryWriter. For
+    wandb, trackio and swanlab those of the package's `init`. For mlflow tracking_uri, experiment, run_name and tags.
+    The name of the run is `run.name` unless an option sets it."""
+
+
+@dataclass
 class Metrics:
     """`metrics`: what is logged, and where. `metrics.jsonl` is always written."""
 
     every: Annotated[int, at_least(1)] = 1
-    """Optimizer steps between updates of the progress bar, TensorBoard and W&B. metrics.jsonl has every step."""
+    """Optimizer steps between updates of the progress bar and the trackers. metrics.jsonl has every step."""
     tensorboard: Annotated[bool | str | None, AUTO] = "auto"
     """Whether TensorBoard events are written. auto: true if the package is installed. The terminal shows which one."""
     wandb: str | None = None
-    """Name of a Weights & Biases project. null: no W&B."""
+    """Name of a Weights & Biases project: short for `sinks: [{name: wandb, kwargs: {project: NAME}}]`. null: no W&B."""
+    sinks: list[MetricSinkEntry] = field(default_factory=list)
+    """Trackers that show the metrics, such as `[{name: trackio, kwargs: {project: my-project}}]`. A tracker without
+    options may be written as its name, as in `[trackio]`. Only rank 0 writes. A tracker that fails is left out with a
+    warning, and the run goes on. A resumed run continues the same run of the tracker."""
     plan: Annotated[bool | str, AUTO] = "auto"
     """Whether a process of lower priority plans the memory of the run, so that the terminal shows the planned peak next
     to the measured one. auto: true on GPUs. The run then reads no weights before the plan is done. If the planned peak

@@ -23,10 +23,12 @@ from dtrain.base.errors import Problem
 from dtrain.base.ranges import closest_name
 from dtrain.recipe import spelling
 from dtrain.recipe.saved import UNSET, flatten, is_named_sections, named_section_type
-from dtrain.recipe.schema import Recipe, make_recipe_type
+from dtrain.recipe.schema import MetricSinkEntry, Recipe, make_recipe_type
 
 # The key of a section that is most likely meant if a text is given in place of the section, in this order.
 _MAIN_KEYS = ("path", "name", "fn", "train.path")
+# Sections of which a text in a list is short for one key, as in `metrics.sinks: [trackio]`.
+_TEXT_KEYS: Mapping[type, str] = {MetricSinkEntry: "name"}
 
 
 def list_keys(sections: Mapping[str, type]) -> list[str]:
@@ -189,6 +191,8 @@ def _build_entries(cls: type, values: list, dotted: str, problems: list[Problem]
     """Build a list of sections."""
     built = []
     for index, value in enumerate(values):
+        if isinstance(value, str) and cls in _TEXT_KEYS:
+            value = {_TEXT_KEYS[cls]: value}
         if isinstance(value, Mapping):
             built.append(_build_section(cls, value, f"{dotted}[{index}].", problems, sections))
         else:

@@ -82,6 +82,7 @@ def dry_run(
     host.problems.extend(merge_problems(refused, find_problems(inputs)))
     has_passed_checks = not host.problems
     host.problems.extend(metrics.package_problems(recipe.metrics))
+    host.problems.extend(metrics.option_problems(recipe.metrics))
     host.attempt("run.dir", inputs.run.check_usable)
     host.attempt("checkpoint.export", partial(outputs.refuse_unwritable_export, inputs))
     if not _has_tokenizer(inputs):

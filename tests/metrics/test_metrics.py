@@ -128,7 +128,8 @@ def test_a_full_disk_under_the_record_is_told(tmp_path):
 def test_auto_says_which(tmp_path, monkeypatch):
     assert "tensorboard is installed" in build(tmp_path, tensorboard="auto").choices[0]
     monkeypatch.setitem(sys.modules, "tensorboard", None)
-    monkeypatch.setattr("dtrain.training.metrics.metrics._is_installed", lambda package: False)
+    monkeypatch.setattr("dtrain.training.metrics.metrics.is_installed", lambda package: False)
+    monkeypatch.setattr("dtrain.training.metrics.trackers.is_installed", lambda package: False)
     assert "off, since tensorboard is not installed (pip install" in build(tmp_path, tensorboard="auto").choices[0]
     for fields, key in (({"tensorboard": True}, "tensorboard"), ({"wandb": "p"}, "wandb")):
         with pytest.raises(UserError, match=rf"metrics\.{key}=.*pip install 'dtrain\[{key}\]'"):
@@ -165,7 +166,7 @@ class FakeWandb(types.ModuleType):
 def wandb(monkeypatch):
     fake = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    monkeypatch.setattr("dtrain.training.metrics.metrics._is_installed", lambda package: True)
+    monkeypatch.setattr("dtrain.training.metrics.trackers.is_installed", lambda package: True)
     return fake
 
 

@@ -1,19 +1,21 @@
-"""Rows of metrics, sent to the terminal and to every sink: metrics.jsonl, TensorBoard, Weights & Biases."""
+"""Rows of metrics, sent to the terminal, to metrics.jsonl and to trackers such as TensorBoard and Weights & Biases."""
 
-import importlib.util
 import resource
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from dtrain.base.errors import Problem, UserError
+from omegaconf import OmegaConf
+
+from dtrain.base.errors import UserError
 from dtrain.base.hardware import peak_flops
 from dtrain.base.json_files import loads
 from dtrain.recipe.schema import Metrics
 from dtrain.training.metrics.records import ROW_ORDER
-from dtrain.training.metrics.sinks import JsonlSink, Sink, TensorBoardSink, WandbSink
+from dtrain.training.metrics.sinks import JsonlSink, Sink, TrackedRun
 from dtrain.training.metrics.terminal import Progress
+from dtrain.training.metrics.trackers import is_installed, named_tracker, open_trackers, package_problems
 
 if TYPE_CHECKING:
     import torch
@@ -24,13 +26,13 @@ Number = int | float
 class Recorder:
     """Writer of a run's rows and lines. It does nothing on ranks other than 0.
 
-    metrics.jsonl has every row. The other sinks and the progress bar have only the training rows of each `every`-th
+    metrics.jsonl has every row. Trackers and the progress bar have only the training rows of each `every`-th
     step and of the last. If a sink fails, a warning is printed, the sink is dropped, and training continues.
 
     Args:
         sinks: The sinks of the rows.
         progress: The progress bar. None on ranks other than 0.
-        every: Steps between the training rows that TensorBoard, Weights & Biases and the progress bar show.
+        every: Steps between the training rows that trackers and the progress bar show.
         choices: A line for each automatic choice, with its reason.
         other_files: Further files of the run by name: "samples" and "evals".
 
@@ -174,13 +176,13 @@ def _build_row(step: int, fields: Mapping[str, Number | None]) -> dict[str, Numb
     return ordered | row
 
 
-def build(section, run_dir: Path, config_yaml: str, is_main: bool, stream: TextIO | None = None) -> Recorder:
+def build(section: Metrics, run_dir: Path, config_yaml: str, is_main: bool, stream: TextIO | None = None) -> Recorder:
     """Return the recorder of a run. Files are opened at their first row.
 
     Args:
         section: The recipe's section `metrics`.
         run_dir: The run's directory.
-        config_yaml: The resolved recipe, which Weights & Biases stores with the run.
+        config_yaml: The resolved recipe without secrets, which trackers store with the run.
         is_main: Whether this is rank 0. On other ranks the recorder has no sinks.
         stream: The terminal. None: stderr.
 
@@ -189,8 +191,10 @@ def build(section, run_dir: Path, config_yaml: str, is_main: bool, stream: TextI
     """
     choices = []
     tensorboard = section.tensorboard
-    if tensorboard == "auto":
-        tensorboard = _is_installed("tensorboard")
+    if any(entry.name == "tensorboard" for entry in section.sinks):
+        tensorboard = False  # `open_trackers` opens it, with its options
+    elif tensorboard == "auto":
+        tensorboard = is_installed("tensorboard")
         if tensorboard:
             choice = f"{run_dir / 'tensorboard'}, since tensorboard is installed"
         else:
@@ -201,30 +205,17 @@ def build(section, run_dir: Path, config_yaml: str, is_main: bool, stream: TextI
         raise UserError("\n".join(str(problem) for problem in problems))
     if not is_main:
         return Recorder([], None, section.every, [])
+    config: Any = OmegaConf.to_container(OmegaConf.create(config_yaml))
+    run = TrackedRun(run_dir.name, run_dir, config)
     sinks: list[Sink] = [JsonlSink(run_dir / "metrics.jsonl")]
     if tensorboard:
-        sinks.append(TensorBoardSink(run_dir / "tensorboard"))
+        sinks.append(named_tracker("tensorboard", run, {}))
     if section.wandb:
-        sinks.append(WandbSink(section.wandb, run_dir, config_yaml))
+        sinks.append(named_tracker("wandb", run, {"project": section.wandb}))
+    sinks += open_trackers(section, run)
     progress = Progress(sys.stderr if stream is None else stream)
     other_files = {name: JsonlSink(run_dir / f"{name}.jsonl") for name in ("samples", "evals")}
     return Recorder(sinks, progress, section.every, choices, other_files)
-
-
-def package_problems(section: Metrics) -> list[Problem]:
-    """Check that the packages for the recipe's section `metrics` are installed."""
-    is_requested = {"tensorboard": section.tensorboard not in ("auto", False, None), "wandb": bool(section.wandb)}
-    problems = []
-    for name, is_needed in is_requested.items():
-        if is_needed and not _is_installed(name):
-            key = f"metrics.{name}"
-            text = f"{key}={getattr(section, name)} needs a package that is not installed"
-            problems.append(Problem(key, text, f"Run pip install 'dtrain[{name}]', or set {key}=null"))
-    return problems
-
-
-def _is_installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
 
 
 def model_flops_utilisation(

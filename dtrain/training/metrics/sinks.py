@@ -1,23 +1,21 @@
-"""Sinks of rows: metrics.jsonl, which has every row, and TensorBoard and Weights & Biases, which are views of it.
+"""Sinks of rows: metrics.jsonl, which has every row, and trackers, which are views of it.
 
-A sink opens its files at the first row, so that a run that fails before leaves no files. Every sink has
+A sink opens its files at the first row, so that a run that fails before leaves no files. `MetricSink` is the interface
+of a tracker; trackers.py has those of other projects. Every sink has
 
     name        its name in messages
     is_view     whether `metrics.every` may leave rows out of it
-    failures    the exceptions that mean that the sink is broken; any other exception is a bug in dtrain
+    failures    the exceptions that mean that the sink is broken. The sink is then left out, and the run goes on
 """
 
 import json
-import uuid
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, Protocol, TextIO
 
 from dtrain.base.files import atomic_write_bytes
 from dtrain.training.metrics.records import parse_row
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
 
 
 class JsonlSink:
@@ -75,112 +73,74 @@ def _step_of(line: bytes) -> float:
     return step if isinstance(step, int | float) else float("inf")
 
 
-class TensorBoardSink:
-    """TensorBoard events: scalars `train/<field>`, `val/<field>` and `eval/<field>` by step."""
+class MetricSink(Protocol):
+    """What a class needs to be a tracker of `metrics.sinks`.
 
-    name = "TensorBoard"
-    is_view = True
-    failures = (ImportError, OSError, RuntimeError, ValueError)
-
-    def __init__(self, directory: Path):
-        self._directory = directory
-        self._purge_step: int | None = None
-        self._writer: SummaryWriter | None = None
-
-    def resume_at(self, step: int) -> None:
-        """Hide the events after `step`. Their file is not changed: TensorBoard leaves out events from purge_step on."""
-        if self._directory.exists():
-            self._purge_step = step + 1
-
-    def write(self, row: Mapping[str, int | float]) -> None:
-        """Write the scalars of a row."""
-        if self._writer is None:
-            from torch.utils.tensorboard import SummaryWriter  # optional
-
-            self._writer = SummaryWriter(str(self._directory), purge_step=self._purge_step)
-        for name, value in row.items():
-            if name != "step":
-                self._writer.add_scalar(_tag(name, row), value, row["step"])
-        if "loss" not in row:
-            self._writer.flush()
-
-    def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
-
-
-class WandbSink:
-    """A run of a Weights & Biases project.
-
-    The id of the W&B run is stored in the run's directory, so that a resumed run continues the same W&B run.
+    It is made as `Class(run, **kwargs)` on rank 0, with a `TrackedRun` and the `kwargs` of the recipe, when the run has
+    its first row. A run that fails before that leaves nothing in the tracker.
     """
 
-    name = "Weights & Biases"
-    is_view = True
-
-    def __init__(self, project: str, run_dir: Path, config_yaml: str):
-        import wandb  # optional
-
-        self.failures = (wandb.Error, OSError, RuntimeError, ValueError)
-        self._wandb = wandb
-        self._project = project
-        self._run_dir = run_dir
-        self._config_yaml = config_yaml
-        self._run: Any = None
-
     def resume_at(self, step: int) -> None:
-        """Start a new W&B run if all steps are trained again."""
-        if step == 0:
-            self._id_file.unlink(missing_ok=True)
+        """Prepare for the rows after `step`. Called once, before the first row. 0: all steps are trained."""
 
     def write(self, row: Mapping[str, int | float]) -> None:
-        """Log a row."""
-        if self._run is None:
-            self._run = self._open()
-        # The step is a field with its own axis: W&B's internal counter refuses rows of steps it has seen.
-        tagged = {}
-        for name, value in row.items():
-            tagged[name if name == "step" else _tag(name, row)] = value
-        self._run.log(tagged)
+        """Record a row, which has the fields of a line of metrics.jsonl, such as `step`, `loss` and `lr`."""
 
     def close(self) -> None:
-        if self._run is not None:
-            self._run.finish()
-            self._run = None
-
-    @property
-    def _id_file(self) -> Path:
-        return self._run_dir / "wandb-id.txt"
-
-    def _open(self) -> Any:
-        from omegaconf import OmegaConf
-
-        self._run_dir.mkdir(parents=True, exist_ok=True)
-        if not self._id_file.exists():
-            self._id_file.write_text(uuid.uuid4().hex[:12])
-        run = self._wandb.init(
-            project=self._project,
-            name=self._run_dir.name,
-            dir=str(self._run_dir),
-            id=self._id_file.read_text().strip(),
-            resume="allow",
-            config=OmegaConf.to_container(OmegaConf.create(self._config_yaml)),
-        )
-        run.define_metric("step")
-        run.define_metric("*", step_metric="step")
-        return run
+        """Send or save whatever is not yet stored. Called once, after the last row."""
 
 
-def _tag(name: str, row: Mapping[str, int | float]) -> str:
-    """Return the name of a row's field in a view.
+@dataclass(frozen=True)
+class TrackedRun:
+    """The run of dtrain that a tracker records.
 
-    >>> _tag("eval_math_reward_mean", {}), _tag("lr", {"loss": 2.5}), _tag("val_loss", {})
-    ('eval/math_reward_mean', 'train/lr', 'val/loss')
+    Attributes:
+        name: `run.name`.
+        directory: The run's directory, where a tracker may keep the id of its own run.
+        config: The resolved recipe, with `${oc.env:NAME}` in place of values of the environment, and without secrets.
     """
-    if name.startswith("eval_"):
-        return f"eval/{name.removeprefix('eval_')}"
-    return f"train/{name}" if "loss" in row else f"val/{name.removeprefix('val_')}"
+
+    name: str
+    directory: Path
+    config: Mapping[str, Any]
 
 
-Sink = JsonlSink | TensorBoardSink | WandbSink
+class TrackerSink:
+    """A tracker of `metrics.sinks`, which is opened at the first row.
+
+    Args:
+        name: Its name in messages.
+        open_tracker: Makes the tracker.
+    """
+
+    is_view = True
+    # A tracker that fails must not end the run. The trackers' libraries raise exceptions of their own clients, such as
+    # sqlite3's, httpx's and gradio's, which have no common base, and a user's class may raise any.
+    failures = (Exception,)
+
+    def __init__(self, name: str, open_tracker: Callable[[], MetricSink]):
+        self.name = name
+        self._open_tracker = open_tracker
+        self._start_step = 0
+        self._tracker: MetricSink | None = None
+
+    def resume_at(self, step: int) -> None:
+        """Continue after `step`. The tracker itself is called at the first row."""
+        self._start_step = step
+
+    def write(self, row: Mapping[str, int | float]) -> None:
+        """Record a row."""
+        if self._tracker is None:
+            tracker = self._open_tracker()
+            tracker.resume_at(self._start_step)
+            self._tracker = tracker
+        self._tracker.write(row)
+
+    def close(self) -> None:
+        if self._tracker is not None:
+            # Forgotten first, so that a tracker that fails here is not closed twice.
+            tracker, self._tracker = self._tracker, None
+            tracker.close()
+
+
+Sink = JsonlSink | TrackerSink

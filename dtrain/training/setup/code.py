@@ -40,6 +40,8 @@ def check_files(inputs: RunInputs) -> list[Problem]:
     for code in _codes(inputs):
         if code.kind in IMPORTED_BY_METHODS:
             continue
+        if code.kind == "sink":
+            continue  # `metrics.option_problems` imports it
         try:
             _origin(code)
         except UserError as error:
@@ -87,6 +89,8 @@ def _codes(inputs: RunInputs) -> list[NamedCode]:
     else:
         named.append(("scheduler.name", recipe.scheduler.name, "scheduler"))
     named.append(("parallel.custom_plan", recipe.parallel.custom_plan, "plan"))
+    for index, entry in enumerate(recipe.metrics.sinks):
+        named.append((f"metrics.sinks[{index}].name", entry.name, "sink"))
     named += inputs.method.code()
     for eval_set in eval_sets.list_eval_sets(recipe.eval):
         named += eval_set.code

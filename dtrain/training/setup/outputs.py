@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 
 from dtrain import recipe as config
-from dtrain.base.errors import Problem, Stopped, UserError
+from dtrain.base.errors import Problem, RecipeError, Stopped, UserError
 from dtrain.base.files import check_can_publish
 from dtrain.base.ranges import format_value, name_hint
 from dtrain.base.ranks import Ranks
@@ -132,10 +132,11 @@ def open_outputs(inputs: RunInputs, ranks: Ranks, is_main: bool, stack: ExitStac
     """Lock the run's directory and open the sinks of its metrics, until `stack` closes.
 
     Raises:
-        UserError: On every rank, if another run uses the directory, or if the export could not be written.
+        UserError: On every rank, if another run uses the directory, if a tracker cannot be used as the recipe says, or
+            if the export could not be written.
 
     Collectives:
-        Two broadcasts over `ranks`.
+        Three broadcasts over `ranks`.
     """
     recipe, run = inputs.recipe, inputs.run
 
@@ -149,6 +150,13 @@ def open_outputs(inputs: RunInputs, ranks: Ranks, is_main: bool, stack: ExitStac
     ranks.run_on_first(lock)
     if is_main:
         stack.push(release)
+
+    def check_trackers() -> None:
+        problems = metrics.option_problems(recipe.metrics)
+        if problems:
+            raise RecipeError(problems)
+
+    ranks.run_on_first(check_trackers)
     recorder = metrics.build(recipe.metrics, run.path, config.to_yaml(recipe), is_main)
     recorder.redact = partial(config.redact, recipe=recipe)
     stack.callback(recorder.close)
