@@ -81,6 +81,7 @@ def test_trackio_has_each_step_once(tmp_path):
     sinks = [{"name": "trackio", "kwargs": {"project": "tests", "auto_log_cpu": False}}]
     places = {"TRACKIO_DIR": str(tmp_path / "trackio"), "HF_HOME": str(tmp_path / "hub")}
     start_twice(tmp_path / "mine", sinks, **places)
+    (tmp_path / "another").mkdir()
     start(tmp_path / "another" / "mine", sinks, 0, 2, **places)  # of the same name, and a run of its own
     with sqlite3.connect(tmp_path / "trackio" / "tests.db") as database:
         stored = database.execute("select run_name, step, metrics from metrics order by step, id").fetchall()
@@ -116,8 +117,8 @@ def test_swanlab_continues_its_run(tmp_path):
     first, second = sorted((tmp_path / "mine" / "swanlab").glob("run-*"))
     (file,) = first.glob("*.swanlab")
     assert [other.name for other in second.glob("*.swanlab")] == [file.name]  # its name is the run's id
-    assert b"train/loss" in file.read_bytes()
-    assert yaml.safe_load((first / "files" / "config.yaml").read_text())["run"]["value"]["name"] == "mine"
+    assert b"train/loss" in next(second.glob("*.swanlab")).read_bytes()
+    assert yaml.safe_load((second / "files" / "config.yaml").read_text())["run"]["value"]["name"] == "mine"
 
 
 def test_swanlab_leaves_ctrl_c_to_dtrain_and_asks_nothing(tmp_path):
