@@ -22,8 +22,7 @@ from dtrain.launch import validate
 from dtrain.recipe.saved import to_yaml
 from dtrain.training import load_recipe, metrics
 from tests.pages import ROOT, Page
-from tests.running import metrics as rows_of
-from tests.running import run, run_directory
+from tests.running import metrics as rows_of, run, run_directory
 from tests.tiny import tiny_recipe
 
 # Rows of a run that is killed after step 5 without any clean-up, and those of its continuation from step 3.

@@ -19,8 +19,7 @@ import signal
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Mapping
-from collections.abc import Set as AbstractSet
+from collections.abc import Callable, Collection, Mapping, Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
