@@ -215,6 +215,8 @@ class Method:
                             another world size, the shards of a rank may differ from those that were saved
 
     Attributes:
+        name: Name of the method's section in a recipe that selects the method by its import path. None: the name of the
+            class in snake case without "Method". For example, the section of PolyMethod is `poly`.
         Section: Dataclass of the method's keys, which a recipe has under the method's name.
         section: The values of these keys.
         about: Description of the method, such as "supervised fine-tuning".
@@ -231,6 +233,7 @@ class Method:
         references: Values of a reference that are not paths.
     """
 
+    name: str | None = None
     Section: type = NoKeys
     about = ""
     kind = "examples"
@@ -267,7 +270,7 @@ class Method:
         max_length = self.recipe.data.max_length
         if max_length < 2 or max_new_tokens < max_length:
             return []
-        key = f"{self.recipe.method}.sampling.max_new_tokens"
+        key = f"{self.recipe.method_name}.sampling.max_new_tokens"
         text = (
             f"{key}={max_new_tokens} leaves no room for a prompt within data.max_length={max_length}, which is for "
             "both together"
@@ -579,13 +582,13 @@ class MethodWithReference(Method):
         path = self.section.reference
         if path in (None, "none", "start", "base"):
             return []
-        return [(f"{self.recipe.method}.reference", str(path))]
+        return [(f"{self.recipe.method_name}.reference", str(path))]
 
     def base_problems(self) -> list[Problem]:
         """Check `reference: base`, the model without its adapter."""
         if self.section.reference != "base" or self.recipe.lora is not None:
             return []
-        key = f"{self.recipe.method}.reference"
+        key = f"{self.recipe.method_name}.reference"
         text = f"{key}=base is the model without its adapter, and the recipe has no adapter"
         return [Problem(key, text, f"Set {key}=start, or lora={{}}")]
 
@@ -642,7 +645,7 @@ class MethodWithReference(Method):
         moves = self._reference_moves
         had_moved = state.get("has_reference", moves)  # older versions wrote it for GRPO only
         if had_moved != moves:
-            name = self.recipe.method
+            name = self.recipe.method_name
             content = "holds the reference that it had moved to" if had_moved else "holds no reference"
             raise UserError(
                 f"{name}.sync_every={format_value(self.section.sync_every)}: the checkpoint {content}, and a resume "

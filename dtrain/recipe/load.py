@@ -39,7 +39,7 @@ from dtrain.recipe.saved import (
     unflatten,
     with_origins,
 )
-from dtrain.recipe.schema import Lora, Recipe, make_recipe_type
+from dtrain.recipe.schema import Lora, MethodSections, Recipe, make_recipe_type
 from dtrain.recipe.sections import (
     build_recipe,
     find_entry_type,
@@ -102,11 +102,13 @@ class Source(NamedTuple):
     Attributes:
         stem: Name of the file without its suffix. None without a file.
         tree: The keys that the recipe sets, with interpolations as they are written.
+        texts: For a file, the same tree with every scalar as the text that was typed. None without a file.
         name: The file as the user wrote it, for messages.
     """
 
     stem: str | None
     tree: dict[str, Any]
+    texts: Any = None
     name: str = "this mapping"
 
 
@@ -123,7 +125,7 @@ class LoadResult(NamedTuple):
 
 
 def load(
-    recipe: str | Path | Mapping | Recipe, overrides: Sequence[str] = (), *, sections: Mapping[str, type]
+    recipe: str | Path | Mapping | Recipe, overrides: Sequence[str] = (), *, sections: MethodSections
 ) -> LoadedRecipe:
     """Load a recipe.
 
@@ -132,8 +134,8 @@ def load(
     Args:
         recipe: The path of a file, the name of a shipped recipe, a mapping, or a `Recipe`.
         overrides: `key=value` texts in OmegaConf's dotlist grammar, such as "optimizer.lr=1e-5".
-        sections: The dataclass of each method's section, by the method's name. The mapping may import a section when it
-            is read: only the sections that the recipe uses are read, and all sections if there are problems.
+        sections: The methods' sections. The mapping may import a section when it is read: only the sections that the
+            recipe uses are read, and all sections if there are problems.
 
     Raises:
         UserError: If there is no such recipe, or the file is not YAML.
@@ -146,13 +148,17 @@ def load(
 
 
 def load_with_problems(
-    recipe: str | Path | Mapping | Recipe, overrides: Sequence[str] = (), *, sections: Mapping[str, type]
+    recipe: str | Path | Mapping | Recipe, overrides: Sequence[str] = (), *, sections: MethodSections
 ) -> LoadResult:
     """Load a recipe as `load` does, but return the problems instead of raising them.
 
     A file of another tool is converted first. Keys that may change numbers and cannot be converted are problems.
+
+    Raises:
+        UserError: If the recipe cannot be read.
+        RecipeError: If the method cannot be imported. The keys of its section are then unknown.
     """
-    source = _read_source(recipe, sections)
+    source = _read_source(recipe)
     loaded, problems = _load_source(source, overrides, sections, isinstance(recipe, Recipe))
     if problems:  # they include the unknown keys of a file of another tool
         sets_method = "method" in source.tree or any(override.startswith("method=") for override in overrides)
@@ -163,7 +169,7 @@ def load_with_problems(
     return LoadResult(loaded, [problem.reworded(lambda text: redact(text, loaded)) for problem in problems])
 
 
-def _load_source(source: Source, overrides: Sequence[str], sections: Mapping[str, type], is_typed: bool) -> LoadResult:
+def _load_source(source: Source, overrides: Sequence[str], sections: MethodSections, is_typed: bool) -> LoadResult:
     """Load a recipe whose keys were read.
 
     Args:
@@ -175,8 +181,13 @@ def _load_source(source: Source, overrides: Sequence[str], sections: Mapping[str
     problems: list[Problem] = []
 
     # Only the sections that the recipe mentions become part of its type: importing the other methods costs time.
+    method = _method_of(source.tree, overrides)
+    sections = _with_method(sections, method)
+    if source.texts is not None:
+        tree = _restore_texts(make_recipe_type(sections, source.tree), source.tree, source.texts)
+        source = source._replace(tree=tree)
     mentioned = _mentioned_names(source.tree, overrides)
-    mentioned.add(_method_of(source.tree, overrides, sections))
+    mentioned.add(_section_of(method, sections))
     kind = make_recipe_type(sections, mentioned)
     config = OmegaConf.create(merge_trees(asdict(kind()), source.tree))
     for override in overrides:
@@ -185,10 +196,10 @@ def _load_source(source: Source, overrides: Sequence[str], sections: Mapping[str
 
     # The method may come from an interpolation, which is resolved only now. Its section is then added to the type.
     method = OmegaConf.select(config, "method", throw_on_resolution_failure=False)
-    if method not in list(sections):
-        method = kind().method
-    if method not in mentioned:
-        kind = make_recipe_type(sections, {*mentioned, method})
+    sections = _with_method(sections, method)
+    name = _section_of(method, sections)
+    if name not in mentioned:
+        kind = make_recipe_type(sections, {*mentioned, name})
         config = OmegaConf.create(merge_trees(asdict(kind()), _to_tree(config)))
 
     values = _resolve(config, "", problems)
@@ -204,11 +215,11 @@ def _load_source(source: Source, overrides: Sequence[str], sections: Mapping[str
     return LoadResult(loaded, problems)
 
 
-def _read_source(recipe: str | Path | Mapping | Recipe, sections: Mapping[str, type]) -> Source:
+def _read_source(recipe: str | Path | Mapping | Recipe) -> Source:
     """Read the keys that a recipe sets."""
     if isinstance(recipe, str | Path):
         path = find_recipe(recipe)
-        return Source(path.stem, _read_file(path, sections), str(recipe))
+        return Source(path.stem, *_read_file(path), str(recipe))
     if isinstance(recipe, LoadedRecipe):
         return Source(None, source_tree(recipe))
     if isinstance(recipe, Recipe):
@@ -219,11 +230,27 @@ def _read_source(recipe: str | Path | Mapping | Recipe, sections: Mapping[str, t
     return Source(None, _to_tree(OmegaConf.create(cast(Any, recipe))))
 
 
+def _with_method(sections: MethodSections, method: object) -> MethodSections:
+    """Return `sections.with_method(method)` for a text. Raises RecipeError if the method cannot be imported."""
+    if not isinstance(method, str):
+        return sections
+    try:
+        return sections.with_method(method)
+    except UserError as error:
+        raise RecipeError([Problem("method", str(error))]) from error
+
+
+def _section_of(method: object, sections: MethodSections) -> str:
+    """Return the name of the section that a value of `method` selects; that of the default for any other value."""
+    known = method if isinstance(method, str) and method in sections.choices else sections.choices[0]
+    return sections.name_of(known)
+
+
 def _load_conversion(
     conversion: "Conversion",
     source: Source,
     overrides: Sequence[str],
-    sections: Mapping[str, type],
+    sections: MethodSections,
     problems: list[Problem],
 ) -> LoadResult:
     """Load the recipe that a file of another tool was converted to.
@@ -303,15 +330,14 @@ def _resolve_tree(tree: dict) -> dict:
     return _resolve(OmegaConf.create(tree), "", [])
 
 
-def _method_of(tree: Mapping, overrides: Sequence[str], sections: Mapping[str, type]) -> str:
-    """Return the method that the overrides or the recipe name, else the first. Interpolations are not resolved."""
+def _method_of(tree: Mapping, overrides: Sequence[str]) -> Any:
+    """Return the method that the overrides or the recipe name. None without one. Interpolations are not resolved."""
     method = tree.get("method")
     for override in overrides:
         key, _, text = override.partition("=")
         if key == "method":
             method = text
-    names = list(sections)
-    return method if method in names else names[0]
+    return method
 
 
 def _default_name(recipe: Recipe, source: Source) -> str:
@@ -325,7 +351,7 @@ def _default_name(recipe: Recipe, source: Source) -> str:
     names_model = isinstance(model_section, Mapping) and model_section.get("path") is not None
     if source.stem is not None and names_model:
         return source.stem
-    base = source.stem or recipe.method
+    base = source.stem or recipe.method_name
 
     model = recipe.model.path or ""
     snapshot = re.search(r"models--[^/]+--([^/]+)/snapshots/", model)
@@ -346,8 +372,12 @@ def _default_name(recipe: Recipe, source: Source) -> str:
     return "-".join([*words, base])
 
 
-def _read_file(path: Path, sections: Mapping[str, type]) -> dict:
-    """Read a recipe's file. Raises UserError if it is not YAML, too large, or not a mapping."""
+def _read_file(path: Path) -> tuple[dict, Any]:
+    """Read a recipe's file. Raises UserError if it is not YAML, too large, or not a mapping.
+
+    Returns:
+        The tree of its keys, and the same tree with every scalar as the text that was typed.
+    """
     text = read_text(path, MAX_RECIPE_BYTES)
     try:
         if _is_too_deep(text):
@@ -366,7 +396,7 @@ def _read_file(path: Path, sections: Mapping[str, type]) -> dict:
         raise UserError(f"{path} is not YAML: {first_line(error)}{spelling.yaml_hint(error)}") from error
     if not isinstance(config, DictConfig):
         raise UserError(_NO_RECIPE.format(path))
-    return _restore_texts(make_recipe_type(sections, config), _to_tree(config), typed)
+    return _to_tree(config), typed
 
 
 def _yaml_error_message(path: Path, text: str, error: yaml.MarkedYAMLError) -> str:
@@ -550,7 +580,7 @@ def _interpolation_error(error: Exception) -> str:
 
 
 def _keys_of_other_methods(
-    values: Mapping, tree: Mapping, overrides: Sequence[str], sections: Mapping[str, type], is_typed: bool
+    values: Mapping, tree: Mapping, overrides: Sequence[str], sections: MethodSections, is_typed: bool
 ) -> list[str]:
     """Return the keys in the sections of other methods, which the recipe's method does not read.
 
@@ -565,9 +595,10 @@ def _keys_of_other_methods(
         is_typed: Whether the recipe was given as a `Recipe` object.
     """
     method = values.get("method")
-    if method not in list(sections):  # a problem that is reported elsewhere
+    if method not in sections.choices:  # a problem that is reported elsewhere
         return []
-    other_methods = [name for name in sections if name != method]
+    method_name = sections.name_of(str(method))
+    other_methods = [name for name in sections if name != method_name]
     unused = []
     for name in other_methods:
         if name not in tree:
@@ -593,7 +624,7 @@ def _section_name(key: str) -> str:
 
 
 def convert_foreign_recipe(
-    tree: Mapping, path: str | None = None, method: str | None = None, *, sections: Mapping[str, type]
+    tree: Mapping, path: str | None = None, method: str | None = None, *, sections: MethodSections
 ) -> "Conversion | None":
     """Convert another tool's recipe to dtrain's.
 

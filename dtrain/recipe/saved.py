@@ -23,7 +23,7 @@ from omegaconf import OmegaConf
 from dtrain.base.errors import UserError
 from dtrain.base.json_files import check_json_size
 from dtrain.recipe import secrets
-from dtrain.recipe.schema import Recipe, make_recipe_type
+from dtrain.recipe.schema import MethodSections, Recipe, make_recipe_type
 
 UNSET = "???"  # OmegaConf's mark for a value that the recipe leaves to its user
 MAX_ENTRIES = 100_000  # entries of a recipe's mappings and lists, with those that YAML aliases repeat
@@ -75,7 +75,7 @@ class LoadedRecipe(Recipe):
         return _unpickle, (self.method_sections, vars(self))
 
 
-def _unpickle(sections: Mapping[str, type], values: Mapping[str, Any]) -> LoadedRecipe:
+def _unpickle(sections: MethodSections, values: Mapping[str, Any]) -> LoadedRecipe:
     return _loaded_type(make_recipe_type(sections, values))(**values)
 
 
@@ -112,7 +112,7 @@ def recipe_values(recipe: Recipe) -> dict[str, Any]:
     tree = asdict(recipe)
     values = {key.name: tree[key.name] for key in fields(Recipe)}
     # What to include: ("dpo",) is the full section of a method, and ("dpo", "beta") one key of it.
-    included: set[tuple[str, ...]] = {(recipe.method,)}
+    included: set[tuple[str, ...]] = {(recipe.method_name,)}
     for key in unused_keys_of(recipe):
         section_and_name = re.split(r"[.\[]", key)[:2]
         included.add(tuple(section_and_name))

@@ -10,11 +10,10 @@ keys of other tools that dtrain does not have.
 """
 
 import math
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field, make_dataclass
 from pathlib import Path
-from types import MappingProxyType
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from dtrain.base.ranges import (
     AUTO,
@@ -42,6 +41,48 @@ _WARMUP: Range = (
     lambda v: v >= 0 and (isinstance(v, int) or v < 1),
     "a share of the steps, from 0 to below 1, or their number as a whole number",
 )
+
+
+class MethodSections(Mapping[str, type]):
+    """The recipe sections of the methods, by the names of the methods.
+
+    The methods are defined above this package, and `training.registry` has the subclass with their sections. The value
+    of the key `method` is the name of a section, or the import path of a method, whose section has a shorter name. For
+    example, `method: my_methods:PolyMethod` reads the section `poly`. This class has no sections.
+    """
+
+    def __getitem__(self, name: str) -> type:
+        raise KeyError(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """All values of `method` that the sections belong to. The first one is the default."""
+        return ()
+
+    def name_of(self, method: str) -> str:
+        """Return the name of a method's section.
+
+        Args:
+            method: A value of the key `method`.
+        """
+        return method
+
+    def with_method(self, method: str) -> "MethodSections":
+        """Return these sections, and that of a method that is given by its import path or by a plugin's name.
+
+        Args:
+            method: A value of the key `method`.
+
+        Raises:
+            UserError: If the method cannot be imported.
+        """
+        return self
 
 
 @dataclass
@@ -623,7 +664,8 @@ class Recipe:
 
     method: str = ""
     """The training method. sft: examples. dpo: preferences. kto: replies marked as wanted or not. grpo: rewards of
-    sampled completions. distill: a teacher model. reward: train a reward model that rates texts."""
+    sampled completions. distill: a teacher model. reward: train a reward model that rates texts. Or a method of your
+    own, by its import path (`my_methods:PolyMethod`) or the name of a plugin (docs/plugins.md)."""
     run: Run = field(default_factory=Run)
     launch: Launch = field(default_factory=Launch)
     model: Model = field(default_factory=Model)
@@ -642,12 +684,17 @@ class Recipe:
     moe: Moe = field(default_factory=Moe)
 
     # Not a key: the type of each method's section, by the name of the method.
-    method_sections = MappingProxyType[str, type]({})
+    method_sections: ClassVar[MethodSections] = MethodSections()
+
+    @property
+    def method_name(self) -> str:
+        """The name of the method's section. `method` itself is an import path for a method outside of dtrain."""
+        return self.method_sections.name_of(self.method)
 
     @property
     def section(self) -> Any:
         """The section of the recipe's method."""
-        return getattr(self, self.method)
+        return getattr(self, self.method_name)
 
     @property
     def evals(self) -> dict[str, Eval]:
@@ -662,19 +709,19 @@ class Recipe:
         return Path(self.data.cache_dir or Path(self.run.dir) / ".cache")
 
 
-def make_recipe_type(sections: Mapping[str, type], names: Container[Any]) -> Any:
+def make_recipe_type(sections: MethodSections, names: Container[Any]) -> Any:
     """Make the class of recipes for a set of methods.
 
     The methods' sections are defined above this package, so they are added to `Recipe` at run time. A recipe without a
-    method gets the first one.
+    method gets the first choice.
 
     Args:
         sections: The sections of all methods, by the name of the method.
         names: Names of the sections that the class has. The others are not imported.
     """
-    methods = tuple(sections)
-    keys: list[Any] = [("method", Literal[methods], field(default=methods[0]))]
-    for name in methods:
+    choices = sections.choices
+    keys: list[Any] = [("method", Literal[choices], field(default=choices[0]))]
+    for name in sections:
         if name in names:
             keys.append((name, sections[name], field(default_factory=sections[name])))
     namespace = {"method_sections": sections, "__doc__": Recipe.__doc__}

@@ -23,7 +23,7 @@ from dtrain.base.errors import Problem
 from dtrain.base.ranges import closest_name
 from dtrain.recipe import spelling
 from dtrain.recipe.saved import UNSET, flatten, is_named_sections, named_section_type
-from dtrain.recipe.schema import MetricSinkEntry, Recipe, make_recipe_type
+from dtrain.recipe.schema import MethodSections, MetricSinkEntry, Recipe, make_recipe_type
 
 # The key of a section that is most likely meant if a text is given in place of the section, in this order.
 _MAIN_KEYS = ("path", "name", "fn", "train.path")
@@ -31,7 +31,7 @@ _MAIN_KEYS = ("path", "name", "fn", "train.path")
 _TEXT_KEYS: Mapping[type, str] = {MetricSinkEntry: "name"}
 
 
-def list_keys(sections: Mapping[str, type]) -> list[str]:
+def list_keys(sections: MethodSections) -> list[str]:
     """List every dotted key that has a value in a recipe of any method. Entries of lists are not included.
 
     Args:
@@ -154,9 +154,7 @@ class _KeyType:
         return reduce(or_, scalars) | None if scalars else None
 
 
-def _build_section(
-    cls: type, values: Mapping, prefix: str, problems: list[Problem], sections: Mapping[str, type]
-) -> Any:
+def _build_section(cls: type, values: Mapping, prefix: str, problems: list[Problem], sections: MethodSections) -> Any:
     """Build the section `cls`, whose keys begin with `prefix`, from a tree of values."""
     hints = get_type_hints(cls)
     built = cls()
@@ -187,7 +185,7 @@ def _build_section(
     return built
 
 
-def _build_entries(cls: type, values: list, dotted: str, problems: list[Problem], sections: Mapping[str, type]) -> list:
+def _build_entries(cls: type, values: list, dotted: str, problems: list[Problem], sections: MethodSections) -> list:
     """Build a list of sections."""
     built = []
     for index, value in enumerate(values):
@@ -405,7 +403,7 @@ def _value_hint(value: Any, alternatives: list, default: Any) -> str:
     )
 
 
-def _unknown(dotted: str, value: Any, prefix: str, siblings: list[str], sections: Mapping[str, type]) -> list[Problem]:
+def _unknown(dotted: str, value: Any, prefix: str, siblings: list[str], sections: MethodSections) -> list[Problem]:
     """Return the problems of an unknown key, or of the keys in an unknown section."""
     word = dotted.removeprefix(prefix)
     if value is None and spelling.lacks_space_after_colon(word):
@@ -455,7 +453,7 @@ def _in_section(inner: Collection[str], dotted: str, section: str | None, all_ke
     return problems
 
 
-def _nearest_key_hint(word: str, prefix: str, siblings: list[str], sections: Mapping[str, type]) -> str:
+def _nearest_key_hint(word: str, prefix: str, siblings: list[str], sections: MethodSections) -> str:
     """Return the hint for an unknown key: a similar key, the same key in another section, or all keys of the section.
 
     Args:

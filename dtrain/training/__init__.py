@@ -34,6 +34,7 @@ from dtrain.training.registry import (
     model_keys,
     recipe_and_problems,
     recipe_keys,
+    trusted_method_class,
 )
 
 __all__ = [
@@ -50,4 +51,5 @@ __all__ = [
     "model_keys",
     "recipe_and_problems",
     "recipe_keys",
+    "trusted_method_class",
 ]

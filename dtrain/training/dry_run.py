@@ -189,7 +189,7 @@ def _checks_of_keys(inputs: RunInputs) -> list[tuple[str, Check]]:
 def _checks_of_models(inputs: RunInputs) -> list[tuple[str, Check]]:
     checks: list[tuple[str, Check]] = [("model.path", model.check_models)]
     if inputs.other_models:
-        checks.append((inputs.recipe.method, _optional("other_models").check_models))
+        checks.append((inputs.recipe.method_name, _optional("other_models").check_models))
     if inputs.recipe.lora is not None:
         checks.append(("lora", _optional("adapter").check_models))
     checks += [("parallel", mesh.check_models), ("model.linear_attention", kernels.check_models)]
@@ -203,7 +203,7 @@ def _checks_of_files(inputs: RunInputs) -> list[tuple[str, Check]]:
         ("model.path", model.check_files),
     ]
     if inputs.other_models:
-        checks.append((inputs.recipe.method, _optional("other_models").check_files))
+        checks.append((inputs.recipe.method_name, _optional("other_models").check_files))
     checks += [("", code.check_files), ("data", data.check_files)]
     if inputs.recipe.evals:
         checks.append(("eval", _optional("evals").check_files))

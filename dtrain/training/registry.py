@@ -4,16 +4,19 @@ Importing this module imports no torch. The sections of dtrain's own methods do 
 a wrong key is refused before torch is imported. The file of a method is imported when the method is built.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from dtrain.base.errors import Problem
+from dtrain.base.errors import Problem, UserError
+from dtrain.base.plugins import import_object, is_import_path, plugins
 from dtrain.methods import sections
 from dtrain.recipe import Recipe, convert_foreign_file, convert_foreign_recipe, list_keys, load, load_with_problems
 from dtrain.recipe.saved import LoadedRecipe
+from dtrain.recipe.schema import MethodSections
 
 if TYPE_CHECKING:
     from dtrain.methods.method import Method
@@ -52,32 +55,100 @@ TEACHER, REWARD_MODEL = ".teacher", ".reward_model.path"
 head with one output. All other keys of `Method.models` name references, which have the trained model's shapes."""
 
 
-class MethodSections(Mapping[str, type]):
-    """The recipe sections of all `METHODS` by name. A method of a user is imported when its section is read."""
+class RegisteredSections(MethodSections):
+    """The recipe sections of all `METHODS`, and that of one other method. Reading a section imports its method.
+
+    Args:
+        other: The method outside of `METHODS`: a plugin's name or an import path. None: there is none.
+    """
+
+    def __init__(self, other: str | None = None):
+        self._other = other
 
     def __getitem__(self, name: str) -> type:
-        entry = METHODS[name]
-        if isinstance(entry, str) and entry in OWN_SECTIONS:
-            return OWN_SECTIONS[entry]
-        return method_class(name).Section
+        if name in METHODS:
+            entry = METHODS[name]
+            if isinstance(entry, str) and entry in OWN_SECTIONS:
+                return OWN_SECTIONS[entry]
+            return method_class(name).Section
+        if self._other is not None and name == self.name_of(self._other):
+            return method_class(self._other).Section
+        raise KeyError(name)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(METHODS)
+        yield from METHODS
+        if self._other is not None:
+            yield self.name_of(self._other)
 
     def __len__(self) -> int:
-        return len(METHODS)
+        return len(list(iter(self)))
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        other = [] if self._other is None else [self._other]
+        return tuple(dict.fromkeys([*METHODS, *plugins("method"), *other]))
+
+    def name_of(self, method: str) -> str:
+        if method in METHODS or not is_import_path(method):
+            return method
+        return section_name(method_class(method))
+
+    def with_method(self, method: str) -> MethodSections:
+        if method in METHODS or not (method in plugins("method") or is_import_path(method)):
+            return self
+        sections = RegisteredSections(method)
+        name = sections.name_of(method)
+        if name in METHODS or name in Recipe.__annotations__ or not name.isidentifier():
+            cls = method_class(method).__name__
+            raise UserError(f"method={method}: its section would be {name}, which is not free. Set {cls}.name")
+        return sections
 
 
-SECTIONS = MethodSections()
+SECTIONS = RegisteredSections()
 
 
-def method_class(name: str) -> "type[Method]":
+def section_name(method: "type[Method]") -> str:
+    """Return the name of a method's section: `Method.name`, or the name of the class in snake case without "Method".
+
+    Example:
+        >>> from dtrain.methods import Method
+        >>> class TokenPolyMethod(Method): ...
+        >>> section_name(TokenPolyMethod)
+        'token_poly'
+    """
+    if method.name is not None:
+        return method.name
+    words = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z0-9]+", method.__name__.removesuffix("Method"))
+    return "_".join(words).lower()
+
+
+def method_class(method: str) -> "type[Method]":
     """Import the class of a method.
 
+    Args:
+        method: A value of the recipe's key `method`: a key of `METHODS`, a plugin's name or an import path.
+
     Raises:
-        KeyError: If `METHODS` has no such name.
+        UserError: If there is no such method.
     """
-    return _load(METHODS[name])
+    if method in METHODS:
+        return _load(METHODS[method])
+    from dtrain.methods.method import Method  # loads torch
+
+    found = import_object(method, "method", METHODS)
+    if not (isinstance(found, type) and issubclass(found, Method)):
+        raise UserError(f"method={method} is not a method. Derive a class from dtrain.methods.Method")
+    return found
+
+
+def trusted_method_class(method: str) -> "type[Method]":
+    """Return the class of a method of dtrain or of an installed plugin, else `Method`.
+
+    For commands that read the run of another person: they import nothing that its recipe names by an import path.
+    """
+    from dtrain.methods.method import Method  # loads torch
+
+    return method_class(method) if method in METHODS or method in plugins("method") else Method
 
 
 def _load(entry: "str | type[Method]") -> "type[Method]":
@@ -94,6 +165,8 @@ def build_method(recipe: Recipe) -> "Method":
     variant = method.variant()
     if variant is None:
         return method
+    if (recipe.method, variant) not in VARIANTS:
+        raise UserError(f"method={recipe.method} has no variant {variant}. Add it to dtrain.training.VARIANTS")
     return _load(VARIANTS[recipe.method, variant])(recipe)
 
 
@@ -104,9 +177,8 @@ def model_keys(*methods: str) -> list[str]:
     ['dpo.reference', 'distill.teacher']
     """
     found = []
-    for name in methods:
-        if name in METHODS:
-            found += [f"{name}.{key}" for key in method_class(name).models]
+    for method in methods:
+        found += [f"{SECTIONS.name_of(method)}.{key}" for key in method_class(method).models]
     return found
 
 

@@ -155,7 +155,7 @@ def find_start(inputs: RunInputs, store: CheckpointStore, host: Host) -> Start:
     if INIT_KEY in origins and INIT_KEY not in recipe.checkpoint.allow_changes:
         alternative = NEW_RUN
         if start.state is not None:
-            keys = f"{INIT_KEY},{recipe.method}.reference"
+            keys = f"{INIT_KEY},{recipe.method_name}.reference"
             alternative = f"or go on with the newest weights there: checkpoint.allow_changes=[{keys}]"
         weights = Origin.read(origins[INIT_KEY], inputs.run.began).require_store(INIT_KEY, path, alternative, ranks)
     else:

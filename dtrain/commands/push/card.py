@@ -12,10 +12,11 @@ from jinja2 import Template
 
 from dtrain import __version__
 from dtrain.base.hub import cached_model_id
+from dtrain.base.plugins import split_import_path
 from dtrain.commands.report.run_files import RunFiles
 from dtrain.data.sources.files import is_dataset_id
 from dtrain.recipe import secrets
-from dtrain.training import METHODS, method_class
+from dtrain.training import trusted_method_class
 from dtrain.training.metrics import records
 
 CURVE = "loss.svg"
@@ -73,7 +74,7 @@ def card(run: Run, existing: Mapping[str, Any]) -> str:
     if datasets:
         front["datasets"] = datasets
     front["pipeline_tag"] = "text-generation"
-    front["tags"] = ["dtrain", method]
+    front["tags"] = ["dtrain", split_import_path(method)[1]]
     results = {}
     for name in RESULTS:
         if name in run.files.curves:
@@ -82,7 +83,7 @@ def card(run: Run, existing: Mapping[str, Any]) -> str:
     return _template("card.md").render(
         front=as_yaml({**existing, **front}),
         run=run,
-        how=method_class(method).about if method in METHODS else method,
+        how=trusted_method_class(method).about or method,
         version=__version__,
         has_license="license" in existing,
         results=results,

@@ -126,10 +126,7 @@ def _charts_of_unlisted(fields: Iterable[str]) -> list[Chart]:
 
 def learning_curves(method: str) -> Mapping[str, str]:
     """Return the labels of the fields that show what a run of a method learned."""
-    from dtrain.methods import Method  # loads torch
-
-    known = training.method_class(method) if method in training.METHODS else Method
-    return known.curves
+    return training.trusted_method_class(method).curves
 
 
 def best_function(field: str, method: str) -> Callable | None:

@@ -36,7 +36,7 @@ def check_keys(inputs: RunInputs) -> list[Problem]:
     problems = _check_expressions(section) + _check_embedding_and_head(section) + _check_trained_weights(recipe)
     if section.quantize == "nf4":
         problems += _check_nf4(recipe)
-    key = f"{recipe.method}.sync_every"
+    key = f"{recipe.method_name}.sync_every"
     sync_every = inputs.method.reference_interval()
     if sync_every is not None:
         text = (

@@ -82,7 +82,8 @@ def unknown_name(key: str, name: str, known: Sequence[str]) -> list[Problem]:
 def _codes(inputs: RunInputs) -> list[NamedCode]:
     """Return the import paths and commands of the recipe."""
     recipe = inputs.recipe
-    named: list[tuple[str, Any, str]] = [("optimizer.name", recipe.optimizer.name, "optimizer")]
+    named: list[tuple[str, Any, str]] = [("method", recipe.method, "method")]
+    named.append(("optimizer.name", recipe.optimizer.name, "optimizer"))
     if isinstance(recipe.scheduler, list):
         for index, stage in enumerate(recipe.scheduler):
             named.append((f"scheduler[{index}].name", stage.name, "scheduler"))

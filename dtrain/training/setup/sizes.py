@@ -108,7 +108,7 @@ def decide(inputs: RunInputs, data: DataFacts, host: Host) -> SizeFacts | None:
             return None
         recipe = recipe_with_batch
         notes += _note_on_micro_batch(inputs, data.recipe, recipe)
-    method = host.attempt(recipe.method, partial(build_method, recipe))
+    method = host.attempt(recipe.method_name, partial(build_method, recipe))
     if method is None:
         return None
     steps = None
@@ -119,7 +119,7 @@ def decide(inputs: RunInputs, data: DataFacts, host: Host) -> SizeFacts | None:
     if data.is_read:
         num_samples = {split: len(split_rows.samples) for split, split_rows in data.rows.items()}
         # Rank 0 only, because the method may start a process, for example a tool server.
-        host.on_first_rank(recipe.method, partial(method.check_data, data.example_rows, num_samples))
+        host.on_first_rank(recipe.method_name, partial(method.check_data, data.example_rows, num_samples))
     return SizeFacts(recipe, method, config.derive_sizes(recipe, inputs.world.size), steps, tuple(notes))
 
 

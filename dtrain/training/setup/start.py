@@ -181,7 +181,7 @@ def resolve(
     digests = dict(identities)
     required_start_weights = sizes.method.required_start_weights
     if required_start_weights is not None and "model.config" in digests:
-        digests[f"{recipe.method}.reference"] = _start_identity(recipe, digests, start, required_start_weights)
+        digests[f"{recipe.method_name}.reference"] = _start_identity(recipe, digests, start, required_start_weights)
     if start.init_weights is not None:
         host.on_first_rank("checkpoint.init_from", partial(_check_weights, inputs, recipe, start, digests, meta))
     changes: list[str] = []
