@@ -37,6 +37,12 @@ def add_device(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default: auto)")
 
 
+def add_family(parser: argparse.ArgumentParser) -> None:
+    """Add the option for model families outside of dtrain."""
+    family = "import path of a model family outside of dtrain (default: model.family of the run that DIR belongs to)"
+    parser.add_argument("--family", action="append", default=[], metavar="MODULE:CLASS", help=family)
+
+
 def at_least(minimum: int) -> Callable[[str], int]:
     """Return an argument type for whole numbers of at least `minimum`.
 

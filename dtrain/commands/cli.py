@@ -27,6 +27,7 @@ from dtrain.commands.arguments import (
     PROCESSES,
     RECIPE,
     add_device,
+    add_family,
     add_recipe,
     add_sampling,
     at_least,
@@ -239,6 +240,7 @@ def _add_export_arguments(parser: argparse.ArgumentParser) -> None:
     forms.add_argument("--folded", dest="form", action="store_const", const="folded", help=folded)
     original = "merge into the original weights of the base model, even if the run trained on a quantized copy (nf4)"
     parser.add_argument("--original-base", action="store_true", help=original)
+    add_family(parser)
 
 
 def _add_download_arguments(parser: argparse.ArgumentParser) -> None:
@@ -261,6 +263,7 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-new-tokens", type=at_least(1), default=256, metavar="N", help=longest)
     add_sampling(parser)
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: 0)")
+    add_family(parser)
     add_device(parser)
 
 
@@ -378,7 +381,10 @@ def _cat(arguments: argparse.Namespace) -> None:
 
 
 def _export(arguments: argparse.Namespace) -> None:
+    from dtrain.commands.families import register_families
+
     source, out, gguf_type = arguments.source, arguments.out, arguments.type
+    register_families(source, arguments.family)
     form, original_base = arguments.form, arguments.original_base
     if out.suffix == ".gguf":
         if arguments.dtype is not None:
@@ -417,8 +423,10 @@ def _download(arguments: argparse.Namespace) -> None:
 
 def _generate(arguments: argparse.Namespace) -> None:
     from dtrain.base.hub import find_model_directory
+    from dtrain.commands.families import register_families
 
     find_model_directory(arguments.directory)  # a wrong name fails here, before torch is imported, which takes seconds
+    register_families(arguments.directory, arguments.family)
     if arguments.image and arguments.raw:
         raise UserError("--image needs the chat template, which --raw leaves out: leave --raw out")
     from dtrain.inference.generate import generate_text

@@ -17,7 +17,7 @@ from dtrain.base.ranges import directory_hint
 from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.config_fields import read_unquantized_modules
 from dtrain.models.common.model_fields import ModelFields
-from dtrain.models.registry import FAMILIES, architecture_of_classifier, architecture_of_model_type, load_class
+from dtrain.models.registry import architecture_of_classifier, architecture_of_model_type, families, load_class
 from dtrain.recipe.shipped import how_to_make
 
 MAX_PARAMETERS = 10**14
@@ -102,7 +102,7 @@ def parse_config(
     values = {key: value for key, value in values.items() if key != "quantization_config"}
     model, fields = load_class(architecture), ModelFields(values, problems)
     config: ModelConfig
-    if FAMILIES[architecture].text_tower is not None:
+    if families()[architecture].text_tower is not None:
         config = fields.read_text_tower(architecture, model, vision)
     else:
         config = model.read(fields)
@@ -133,8 +133,8 @@ def _with_classifier_head(
         problems: Problems found so far.
     """
     if labels is not None and (labels or written_outputs):
-        if FAMILIES[config.architecture].classifier is None:
-            names = ", ".join(name for name, family in FAMILIES.items() if family.classifier)
+        if families()[config.architecture].classifier is None:
+            names = ", ".join(name for name, family in families().items() if family.classifier)
             problems.append(f"no head of classes or rewards; there is one for: {names}")
         if written_outputs and labels not in (0, written_outputs):
             problems.append(
@@ -180,7 +180,9 @@ def _architecture(values: dict[str, Any], where: str) -> str:
     if not isinstance(names, list):
         names = [names]
     for name in names:
-        if isinstance(name, str) and name in FAMILIES:
+        if isinstance(name, str) and name in families():
             return name
     shown_names = " or ".join(map(str, names[:5]))[:200]
-    raise UserError(f"{where}: architecture {shown_names} is not supported; there are: {', '.join(FAMILIES)}")
+    known = ", ".join(families())
+    own = "For a family of your own, set model.family, or --family of a command, to its import path"
+    raise UserError(f"{where}: architecture {shown_names} is not supported; there are: {known}. {own}")

@@ -4,16 +4,26 @@ Imports no torch. A family is one file with a class of the architecture's name, 
 `models.common.decoder.CausalLM`: its `plan` is the tensor-parallel plan, and its `read` makes a `ModelConfig` of a
 config.json.
 
-A family of your own also needs a row in this registry. Each process of a run must add the row before it reads a
-config.json. So add it in a script that calls `dtrain.run`, and start the script by torchrun, or by python for one
-process:
+A family outside of dtrain is found in one of three ways (docs/plugins.md):
 
-    FAMILIES["NormLlamaForCausalLM"] = Family("norm_llama", "my_models.norm_llama")
+- The recipe's key `model.family` has its import path, such as `my_models.norm_llama:NormLlamaForCausalLM`.
+- An installed package registers it as the plugin `model.family.NormLlamaForCausalLM`.
+- A script adds a row before it calls `dtrain.run`, or calls `register_family` with the import path:
+
+      FAMILIES["NormLlamaForCausalLM"] = Family("norm_llama", "my_models.norm_llama")
 """
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
+
+from dtrain.base.errors import UserError
+from dtrain.base.plugins import import_object, is_import_path, plugins, registered_path, split_import_path
+from dtrain.base.ranges import closest_name
+
+FAMILY_KEY = "model.family"
 
 
 @dataclass(frozen=True)
@@ -64,9 +74,70 @@ FAMILIES = {
 }
 
 
+def families() -> Mapping[str, Family]:
+    """Return the rows of `FAMILIES`, and those of the families that installed packages register."""
+    found = {}
+    for import_path in plugins(FAMILY_KEY).values():
+        module, architecture = split_import_path(import_path)
+        found[architecture] = _row_of_own_family(module, architecture)
+    return {**found, **FAMILIES}
+
+
+def register_family(name: str) -> str:
+    """Add a family outside of dtrain to `FAMILIES`. It is imported when a config.json names it.
+
+    Args:
+        name: The import path of its class, or the name of a plugin.
+
+    Returns:
+        Its architecture.
+
+    Raises:
+        UserError: If the name is not an import path, or if dtrain has a family of this name.
+
+    Example:
+        >>> register_family("dtrain.models.llama:LlamaForCausalLM")
+        'LlamaForCausalLM'
+    """
+    import_path = registered_path(name, FAMILY_KEY)
+    if not is_import_path(import_path):
+        near = closest_name(name, plugins(FAMILY_KEY))
+        hint = f"Did you mean {near}?" if near else "Set it to an import path such as package.module:Class"
+        raise UserError(f"{FAMILY_KEY}={name} is not a family. {hint}")
+    module, architecture = split_import_path(import_path)
+    existing = FAMILIES.get(architecture)
+    if existing is None or not existing.module.startswith("dtrain."):
+        FAMILIES[architecture] = _row_of_own_family(module, architecture)
+    elif existing.module != module:
+        raise UserError(f"{FAMILY_KEY}={name}: dtrain has a family {architecture}. Give the class another name")
+    return architecture
+
+
+def _row_of_own_family(module: str, architecture: str) -> Family:
+    """Return the row of a family outside of dtrain. For example, NormLlamaForCausalLM has the model_type norm_llama."""
+    stem = architecture.removesuffix("ForCausalLM")
+    words = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z0-9]+", stem)
+    classifier = None if stem == architecture else f"{stem}ForSequenceClassification"
+    return Family("_".join(words).lower(), module, classifier)
+
+
 def load_class(architecture: str) -> type[Any]:
-    """Return the class, a `CausalLM`, of a registered architecture. Loads its module, and torch."""
-    return getattr(import_module(FAMILIES[architecture].module), architecture)
+    """Return the class, a `CausalLM`, of a registered architecture. Loads its module, and torch.
+
+    Raises:
+        UserError: If the module cannot be imported, or does not have the class.
+    """
+    from dtrain.models.common.decoder import CausalLM  # loads torch
+
+    module = families()[architecture].module
+    if module.startswith("dtrain."):
+        return getattr(import_module(module), architecture)
+    import_path = f"{module}:{architecture}"
+    family = import_object(import_path, FAMILY_KEY)
+    if not (isinstance(family, type) and issubclass(family, CausalLM)):
+        base = "dtrain.models.common.decoder.CausalLM"
+        raise UserError(f"{FAMILY_KEY}={import_path} is not a family. Derive its class from {base}")
+    return family
 
 
 def architecture_of_model_type(model_type: object) -> str | None:
@@ -76,7 +147,7 @@ def architecture_of_model_type(model_type: object) -> str | None:
         >>> architecture_of_model_type("qwen3")
         'Qwen3ForCausalLM'
     """
-    for architecture, family in FAMILIES.items():
+    for architecture, family in families().items():
         if family.model_type == model_type:
             return architecture
     return None
@@ -91,7 +162,7 @@ def architecture_of_classifier(classifier: object) -> str | None:
     """
     if classifier is None:
         return None
-    for architecture, family in FAMILIES.items():
+    for architecture, family in families().items():
         if family.classifier == classifier:
             return architecture
     return None

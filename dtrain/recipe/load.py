@@ -102,13 +102,11 @@ class Source(NamedTuple):
     Attributes:
         stem: Name of the file without its suffix. None without a file.
         tree: The keys that the recipe sets, with interpolations as they are written.
-        texts: For a file, the same tree with every scalar as the text that was typed. None without a file.
         name: The file as the user wrote it, for messages.
     """
 
     stem: str | None
     tree: dict[str, Any]
-    texts: Any = None
     name: str = "this mapping"
 
 
@@ -158,7 +156,7 @@ def load_with_problems(
         UserError: If the recipe cannot be read.
         RecipeError: If the method cannot be imported. The keys of its section are then unknown.
     """
-    source = _read_source(recipe)
+    source = _read_source(recipe, overrides, sections)
     loaded, problems = _load_source(source, overrides, sections, isinstance(recipe, Recipe))
     if problems:  # they include the unknown keys of a file of another tool
         sets_method = "method" in source.tree or any(override.startswith("method=") for override in overrides)
@@ -183,9 +181,6 @@ def _load_source(source: Source, overrides: Sequence[str], sections: MethodSecti
     # Only the sections that the recipe mentions become part of its type: importing the other methods costs time.
     method = _method_of(source.tree, overrides)
     sections = _with_method(sections, method)
-    if source.texts is not None:
-        tree = _restore_texts(make_recipe_type(sections, source.tree), source.tree, source.texts)
-        source = source._replace(tree=tree)
     mentioned = _mentioned_names(source.tree, overrides)
     mentioned.add(_section_of(method, sections))
     kind = make_recipe_type(sections, mentioned)
@@ -215,11 +210,11 @@ def _load_source(source: Source, overrides: Sequence[str], sections: MethodSecti
     return LoadResult(loaded, problems)
 
 
-def _read_source(recipe: str | Path | Mapping | Recipe) -> Source:
+def _read_source(recipe: str | Path | Mapping | Recipe, overrides: Sequence[str], sections: MethodSections) -> Source:
     """Read the keys that a recipe sets."""
     if isinstance(recipe, str | Path):
         path = find_recipe(recipe)
-        return Source(path.stem, *_read_file(path), str(recipe))
+        return Source(path.stem, _read_file(path, overrides, sections), str(recipe))
     if isinstance(recipe, LoadedRecipe):
         return Source(None, source_tree(recipe))
     if isinstance(recipe, Recipe):
@@ -372,12 +367,8 @@ def _default_name(recipe: Recipe, source: Source) -> str:
     return "-".join([*words, base])
 
 
-def _read_file(path: Path) -> tuple[dict, Any]:
-    """Read a recipe's file. Raises UserError if it is not YAML, too large, or not a mapping.
-
-    Returns:
-        The tree of its keys, and the same tree with every scalar as the text that was typed.
-    """
+def _read_file(path: Path, overrides: Sequence[str], sections: MethodSections) -> dict:
+    """Read a recipe's file. Raises UserError if it is not YAML, too large, or not a mapping."""
     text = read_text(path, MAX_RECIPE_BYTES)
     try:
         if _is_too_deep(text):
@@ -396,7 +387,9 @@ def _read_file(path: Path) -> tuple[dict, Any]:
         raise UserError(f"{path} is not YAML: {first_line(error)}{spelling.yaml_hint(error)}") from error
     if not isinstance(config, DictConfig):
         raise UserError(_NO_RECIPE.format(path))
-    return _to_tree(config), typed
+    tree = _to_tree(config)
+    sections = _with_method(sections, _method_of(tree, overrides))
+    return _restore_texts(make_recipe_type(sections, tree), tree, typed)
 
 
 def _yaml_error_message(path: Path, text: str, error: yaml.MarkedYAMLError) -> str:
@@ -658,9 +651,7 @@ def convert_foreign_recipe(
     return conversion
 
 
-def convert_foreign_file(
-    path: str | Path, overrides: Sequence[str] = (), *, sections: Mapping[str, type]
-) -> "Conversion":
+def convert_foreign_file(path: str | Path, overrides: Sequence[str] = (), *, sections: MethodSections) -> "Conversion":
     """Convert a file of another tool.
 
     Args:
@@ -672,8 +663,9 @@ def convert_foreign_file(
         UserError: If there is no such file, if it is a recipe of dtrain, or if it has no key that dtrain knows.
         RecipeError: With a problem for each override that is wrong.
     """
-    source = _read_source(path, sections)
-    method = _method_of({}, overrides, sections) if any(text.startswith("method=") for text in overrides) else None
+    source = _read_source(path, overrides, sections)
+    overridden_method = _method_of({}, overrides)
+    method = None if overridden_method is None else _section_of(overridden_method, sections)
     conversion = convert_foreign_recipe(source.tree, None, method, sections=sections)
     if conversion is None or conversion.tool is None and not conversion.values:
         fix = f"`dtrain validate {path}` reports what is wrong with it as a recipe"
@@ -683,7 +675,7 @@ def convert_foreign_file(
     return conversion
 
 
-def _with_overrides(conversion: "Conversion", overrides: Sequence[str], sections: Mapping[str, type]) -> "Conversion":
+def _with_overrides(conversion: "Conversion", overrides: Sequence[str], sections: MethodSections) -> "Conversion":
     """Return a conversion with overrides in its recipe. Raises RecipeError with the problems of the overrides."""
     overridden = [override.partition("=")[0] for override in overrides]
     _, problems = _load_source(Source(None, conversion.recipe()), overrides, sections, is_typed=False)

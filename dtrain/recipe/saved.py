@@ -30,7 +30,7 @@ MAX_ENTRIES = 100_000  # entries of a recipe's mappings and lists, with those th
 MIN_SECRET_LENGTH = 4  # characters. A shorter text would be redacted in the middle of words.
 # Keys whose value is the name of code. Such a name decides what is computed, so it is compared and saved by its value.
 _FUNCTION_KEYS = r"\w+(\.\w+)?\.(environment|(rewards|tools)\[\d+\]\.fn)"
-_CODE_KEYS = re.compile(rf"((optimizer|scheduler(\[\d+\])?)\.name|{_FUNCTION_KEYS})")
+_CODE_KEYS = re.compile(rf"(model\.family(\[\d+\])?|(optimizer|scheduler(\[\d+\])?)\.name|{_FUNCTION_KEYS})")
 
 
 class Reference(NamedTuple):

@@ -149,6 +149,10 @@ class Model:
     """Required. A local directory in Hugging Face's layout (config.json, *.safetensors, tokenizer.json), or the id of a
     model on the hub, such as `Qwen/Qwen3-0.6B`. A model of the hub is downloaded into the hub's own cache unless it is
     there already."""
+    family: str | list[str] | None = None
+    """Import path of the class of a model family outside of dtrain, such as `my_models:NormLlamaForCausalLM`. The name
+    of the class is the architecture in config.json. It is also used for the recipe's teachers, references and reward
+    models. A list has several families. null: the families of dtrain and of installed plugins (docs/plugins.md)."""
     init: Literal["pretrained", "scratch"] = "pretrained"
     """pretrained: read the weights from `path`. scratch: initialise the weights from `run.seed`, and read only
     config.json and the tokenizer from `path`."""
@@ -160,6 +164,13 @@ class Model:
     """Kernel for the linear attention of models such as Qwen3.5. torch: computes chunk by chunk, on every device. fla:
     kernels of flash-linear-attention (`pip install 'dtrain[fla]'`), on CUDA in bfloat16 or float16. auto: fla if it is
     installed and agrees with torch in a check at the start, else torch. The terminal shows which one is used."""
+
+    @property
+    def families(self) -> list[str]:
+        """`family` as a list."""
+        if self.family is None:
+            return []
+        return [self.family] if isinstance(self.family, str) else self.family
 
     @property
     def directory(self) -> Path:

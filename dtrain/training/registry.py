@@ -11,9 +11,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from dtrain.base.errors import Problem, UserError
+from dtrain.base.errors import Problem, RecipeError, UserError
 from dtrain.base.plugins import import_object, is_import_path, plugins
 from dtrain.methods import sections
+from dtrain.models.registry import FAMILY_KEY, register_family
 from dtrain.recipe import Recipe, convert_foreign_file, convert_foreign_recipe, list_keys, load, load_with_problems
 from dtrain.recipe.saved import LoadedRecipe
 from dtrain.recipe.schema import MethodSections
@@ -96,12 +97,12 @@ class RegisteredSections(MethodSections):
     def with_method(self, method: str) -> MethodSections:
         if method in METHODS or not (method in plugins("method") or is_import_path(method)):
             return self
-        sections = RegisteredSections(method)
-        name = sections.name_of(method)
+        extended = RegisteredSections(method)
+        name = extended.name_of(method)
         if name in METHODS or name in Recipe.__annotations__ or not name.isidentifier():
             cls = method_class(method).__name__
             raise UserError(f"method={method}: its section would be {name}, which is not free. Set {cls}.name")
-        return sections
+        return extended
 
 
 SECTIONS = RegisteredSections()
@@ -183,15 +184,31 @@ def model_keys(*methods: str) -> list[str]:
 
 
 def load_recipe(recipe: str | Path | Mapping | Recipe, overrides: Sequence[str] = ()) -> LoadedRecipe:
-    """Load a recipe for one of the `METHODS`, as `dtrain.recipe.load` does."""
-    return load(recipe, overrides, sections=SECTIONS)
+    """Load a recipe as `dtrain.recipe.load` does, and register its model families."""
+    loaded = load(recipe, overrides, sections=SECTIONS)
+    problems = _register_families(loaded)
+    if problems:
+        raise RecipeError(problems)
+    return loaded
 
 
 def recipe_and_problems(
     recipe: str | Path | Mapping | Recipe, overrides: Sequence[str] = ()
 ) -> tuple[LoadedRecipe, list[Problem]]:
-    """Load a recipe, and return its problems instead of raising them, as `dtrain.recipe.load_with_problems` does."""
-    return load_with_problems(recipe, overrides, sections=SECTIONS)
+    """Load a recipe as `load_recipe` does, and return its problems, as `dtrain.recipe.load_with_problems` does."""
+    loaded, problems = load_with_problems(recipe, overrides, sections=SECTIONS)
+    return loaded, [*problems, *_register_families(loaded)]
+
+
+def _register_families(recipe: Recipe) -> list[Problem]:
+    """Register the model families of `model.family`, or return why they cannot be."""
+    problems = []
+    for family in recipe.model.families:
+        try:
+            register_family(family)
+        except UserError as error:
+            problems.append(Problem(FAMILY_KEY, str(error)))
+    return problems
 
 
 def convert_recipe(tree: Mapping) -> "Conversion | None":

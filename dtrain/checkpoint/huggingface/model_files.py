@@ -17,7 +17,7 @@ from dtrain.base.model_directory import (
     find_companions,
     is_chat_template,
 )
-from dtrain.models.registry import FAMILIES, architecture_of_model_type
+from dtrain.models.registry import architecture_of_model_type, families
 
 
 def copy_companions(source: Path, target: Path, *, config: bool = False, chat_template: str | None = None) -> None:
@@ -120,8 +120,8 @@ def _text_tower(config: dict[str, Any]) -> str | None:
     if "text_config" in config:
         names.append(architecture_of_model_type(config.get("model_type")))
     for name in names:
-        if isinstance(name, str) and name in FAMILIES and FAMILIES[name].text_tower:
-            return FAMILIES[name].text_tower
+        if isinstance(name, str) and name in families() and families()[name].text_tower:
+            return families()[name].text_tower
     return None
 
 
@@ -137,7 +137,7 @@ def classifier_config(config: dict[str, Any], architecture: str, labels: int, so
         labels: Number of outputs of the head.
         source: Directory of the tokenizer.
     """
-    changed: dict[str, Any] = {"architectures": [FAMILIES[architecture].classifier]}
+    changed: dict[str, Any] = {"architectures": [families()[architecture].classifier]}
     if len(config.get("id2label") or ()) != labels:
         changed["id2label"] = {str(index): f"LABEL_{index}" for index in range(labels)}
         changed["label2id"] = {f"LABEL_{index}": index for index in range(labels)}

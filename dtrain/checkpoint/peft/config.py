@@ -39,7 +39,7 @@ from dtrain.checkpoint.peft import tensors
 from dtrain.checkpoint.peft.tensors import PREFIX
 from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.config_fields import is_number
-from dtrain.models.registry import FAMILIES
+from dtrain.models.registry import families
 
 ADAPTER = "adapter"  # the folder of a step
 BASE = "base_model_name_or_path"
@@ -235,7 +235,7 @@ def misread_layers(config: AdapterConfig, model: ModelConfig) -> list[str]:
     """
     from dtrain.models.building import adaptable_shapes  # loads torch
 
-    family = FAMILIES.get(model.architecture)
+    family = families().get(model.architecture)
     if family is None:
         return []
     expert_names = EXPERT_NAMES_OF_PEFT.get(family.model_type, frozenset())
@@ -252,7 +252,7 @@ def misread_problem(config: AdapterConfig, model: ModelConfig) -> str | None:
     if not layers:
         return None
     matrix = layers[0].rpartition(".")[2]
-    model_type = FAMILIES[model.architecture].model_type
+    model_type = families()[model.architecture].model_type
     return (
         f"PEFT drops the adapter of {layers[0]} when it loads these files: in models of type {model_type} it takes "
         f"{matrix} for a matrix of experts"

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from dtrain.commands.arguments import DIRECTORY, add_device, add_sampling, at_least
+from dtrain.commands.arguments import DIRECTORY, add_device, add_family, add_sampling, at_least
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,13 +20,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_sampling(parser, temperature=0.7)
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: 0)")
     add_device(parser)
+    add_family(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Start the chat."""
     from dtrain.base.hub import find_model_directory
+    from dtrain.commands.families import register_families
 
     find_model_directory(arguments.directory)  # a wrong name fails here, before torch is imported
+    register_families(arguments.directory, arguments.family)
     from dtrain.commands.chat.terminal import chat
 
     chat(arguments)

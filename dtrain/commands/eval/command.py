@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from dtrain.base.errors import UserError
-from dtrain.commands.arguments import DIRECTORY, add_device, add_sampling, at_least
+from dtrain.commands.arguments import DIRECTORY, add_device, add_family, add_sampling, at_least
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     rows = "maximum number of answers that are decoded in one batch"
     parser.add_argument("--max-rows", type=at_least(1), metavar="N", help=rows)
     add_device(parser)
+    add_family(parser)
 
 
 def json_object(text: str) -> dict[str, Any]:
@@ -61,7 +62,9 @@ def json_object(text: str) -> dict[str, Any]:
 def run(arguments: argparse.Namespace) -> None:
     """Run the command and print its report."""
     from dtrain.commands.eval.evaluate import as_json, as_table, evaluate, with_options
+    from dtrain.commands.families import register_families
 
+    register_families(arguments.directory, arguments.family)
     try:
         report = evaluate(arguments)
     except UserError as error:

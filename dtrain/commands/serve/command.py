@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from dtrain.commands.arguments import DIRECTORY, add_device, at_least
+from dtrain.commands.arguments import DIRECTORY, add_device, add_family, at_least
 from dtrain.commands.web import check_installed
 
 
@@ -35,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     access_log = "do not print a line for each request"
     parser.add_argument("--no-access-log", dest="access_log", action="store_false", help=access_log)
     add_device(parser)
+    add_family(parser)
 
 
 def _parse_adapter(text: str) -> tuple[str, Path]:
@@ -47,9 +48,11 @@ def _parse_adapter(text: str) -> tuple[str, Path]:
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
     from dtrain.base.hub import find_model_directory
+    from dtrain.commands.families import register_families
 
     check_installed("dtrain serve")
     find_model_directory(arguments.directory)  # a wrong name fails here, before torch is imported
+    register_families(arguments.directory, arguments.family)
     from dtrain.commands.serve.start import serve_directory
 
     serve_directory(arguments, lambda line: print(line, flush=True))

@@ -83,6 +83,9 @@ def _codes(inputs: RunInputs) -> list[NamedCode]:
     """Return the import paths and commands of the recipe."""
     recipe = inputs.recipe
     named: list[tuple[str, Any, str]] = [("method", recipe.method, "method")]
+    is_list = isinstance(recipe.model.family, list)
+    for index, family in enumerate(recipe.model.families):
+        named.append((f"model.family[{index}]" if is_list else "model.family", family, "family"))
     named.append(("optimizer.name", recipe.optimizer.name, "optimizer"))
     if isinstance(recipe.scheduler, list):
         for index, stage in enumerate(recipe.scheduler):
