@@ -21,6 +21,7 @@ from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -85,6 +86,45 @@ def registered_path(name: str, key: str) -> str:
         'my_losses:focal'
     """
     return plugins(key).get(name, name)
+
+
+def import_path_of(obj: Any, name: str) -> str:
+    """Return the import path by which another process of this machine imports a class or a function.
+
+    A script's own module is `__main__`, which is another module in another process. It is named by the script's file,
+    whose directory is on `sys.path`. For example, `PolyMethod` of `python train_poly.py` is `train_poly:PolyMethod`.
+
+    Args:
+        obj: The class or function.
+        name: Its name for errors, such as "method poly".
+
+    Raises:
+        UserError: If it is defined within a function, in a notebook, or in a script that cannot be imported.
+    """
+    if "<locals>" in obj.__qualname__:
+        text = f"{name} is defined inside of the function {obj.__qualname__.partition('.<locals>')[0]}"
+        raise UserError(f"{text}, where other processes do not find it. Move it to the top level of its module")
+    return f"{importable_module(obj.__module__, name)}:{obj.__qualname__}"
+
+
+def importable_module(module: str, name: str) -> str:
+    """Return the name by which other processes import a module. Arguments and errors are those of `import_path_of`."""
+    if module != "__main__":
+        return module
+    main = sys.modules["__main__"]
+    if main.__spec__ is not None:  # started by python -m
+        return main.__spec__.name
+    file = getattr(main, "__file__", None)  # an interpreter and a notebook have none
+    if file is None:
+        raise UserError(
+            f"{name} is defined in a notebook or in the interpreter, where other processes do not find it. Move it to "
+            "a module, or set launch.nproc=1"
+        )
+    stem = Path(file).stem
+    if not stem.isidentifier():
+        fix = re.sub(r"\W", "_", stem)
+        raise UserError(f"{name} is defined in {file}, which cannot be imported. Name the file {fix}.py")
+    return stem
 
 
 def import_object(path: str, key: str, known: Iterable[str] = ()) -> Any:

@@ -9,7 +9,7 @@ import argparse
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, cast, get_args, get_origin
 
 import argcomplete
 
@@ -62,7 +62,7 @@ def complete(parser: argparse.ArgumentParser, commands: Mapping[str, Any], line:
             commands[word].add_late_arguments()
             _add_completers(commands[word], commands)
             break
-    argcomplete.autocomplete(parser, always_complete_options=False, default_completer=_complete_path)
+    argcomplete.autocomplete(parser, always_complete_options=False, default_completer=cast(Any, _complete_path))
 
 
 def _add_completers(command: argparse.ArgumentParser, commands: Mapping[str, Any]) -> None:
@@ -82,7 +82,7 @@ def _add_completers(command: argparse.ArgumentParser, commands: Mapping[str, Any
         elif action.metavar in _RUN_METAVARS:
             completer = _complete_run
         elif action.dest in _OPTION_VALUES:
-            completer = argcomplete.ChoicesCompleter(_OPTION_VALUES[action.dest])
+            completer = argcomplete.ChoicesCompleter(cast(Any, _OPTION_VALUES[action.dest]))
         if completer is not None:
             action.completer = completer  # type: ignore[attr-defined]
 

@@ -2,7 +2,7 @@
 
 Launcher and workers share a private directory:
 
-    job.json         settings of the workers: threads, sys.path, functions by name     written by the launcher
+    job.json         settings of the workers: threads, sys.path, functions, methods    written by the launcher
     recipe-3.yaml    the recipe for rank 3, with its secrets                           deleted by the worker
     store-0          the file in which the ranks of attempt 0 meet                     a torch.distributed.FileStore
     .../error.json   why a rank ended, if it did not finish                            read by the launcher
@@ -21,18 +21,17 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
 from dtrain.base.errors import Stopped, StoppedAtStart, UserError
 from dtrain.base.orphans import end_with_parent
-from dtrain.base.plugins import import_object
+from dtrain.base.plugins import import_object, import_path_of
 from dtrain.launch.devices import choose_device
 from dtrain.launch.exits import (
     LAUNCHER_GONE,
@@ -45,10 +44,11 @@ from dtrain.launch.exits import (
     unblock_stop_signals,
 )
 from dtrain.launch.rank import STOPPING, RunJob, open_log, redirect_output, run_rank
-from dtrain.launch.rank_info import RankInfo
+from dtrain.launch.rank_info import WORKER_VARIABLE, RankInfo
+from dtrain.models.registry import add_family_rows, family_rows
 from dtrain.parallel.mesh import StopFlag
 from dtrain.recipe import origins, to_yaml, with_origins_of
-from dtrain.training import load_recipe
+from dtrain.training import METHODS, load_recipe, registered_entries
 
 POLL_SECONDS = 0.1
 SETTLE_SECONDS = 2  # after one rank has failed, for the others to report why they end too
@@ -131,6 +131,7 @@ def _run_attempt(job: RunJob, directory: Path, attempt: int, signums: list[int])
             "WORLD_SIZE": str(size),
             "LOCAL_WORLD_SIZE": str(size),
             "TORCHELASTIC_RESTART_COUNT": str(attempt),
+            WORKER_VARIABLE: str(directory),
         }
     arguments = dict.fromkeys(range(size), ("-P", "-c", START, str(directory)))
     logs = DefaultLogsSpecs(log_dir=str(directory))
@@ -175,8 +176,11 @@ def _write_job(job: RunJob, directory: Path) -> None:
         "threads": job.threads,
         "path": sys.path,
         "origins": origins(job.recipe),
-        "train": _import_path(job.train),
-        "plan": _import_path(job.plan),
+        "train": None if job.train is None else import_path_of(job.train, "the function train"),
+        "plan": None if job.plan is None else import_path_of(job.plan, "the function plan"),
+        # A script may have added methods and families before it called `dtrain.run`.
+        "methods": registered_entries(job.recipe.method),
+        "families": family_rows(),
     }
     (directory / "job.json").write_text(json.dumps(settings), encoding="utf-8")
     text = to_yaml(job.recipe, with_secrets=True)  # only this user can read the directory
@@ -228,6 +232,8 @@ def work(directory: Path, rank_info: RankInfo) -> None:
     with on_stop_signals(stop.request):
         try:
             unblock_stop_signals()
+            METHODS.update(settings["methods"])
+            add_family_rows(settings["families"])
             copy = directory / f"recipe-{rank_info.rank}.yaml"
             recipe = with_origins_of(load_recipe(copy), settings["origins"])
             copy.unlink()
@@ -253,8 +259,3 @@ def work(directory: Path, rank_info: RankInfo) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)  # a normal exit could wait for a process group that only some ranks have joined
-
-
-def _import_path(function: Callable[..., Any] | None) -> str | None:
-    """Return the import path of a function, by which another process imports it."""
-    return None if function is None else f"{function.__module__}:{function.__qualname__}"

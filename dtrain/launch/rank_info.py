@@ -17,6 +17,9 @@ from dtrain.base.errors import UserError
 # The environment variables with which gloo and NCCL (through torch) choose their network interface.
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
+# Set by the launcher for its workers, so that a worker knows its job.
+WORKER_VARIABLE = "DTRAIN_JOB"
+
 
 @dataclass(frozen=True)
 class RankInfo:

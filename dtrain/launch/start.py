@@ -18,7 +18,7 @@ from dtrain.base.processes import import_search_path
 from dtrain.base.ranges import plural
 from dtrain.launch.devices import resolve_device_type, resolve_nproc
 from dtrain.launch.rank import RunJob, StartPlan, Train, run_in_place
-from dtrain.launch.rank_info import RankInfo, read_number, read_rank_info
+from dtrain.launch.rank_info import WORKER_VARIABLE, RankInfo, read_number, read_rank_info
 from dtrain.recipe import Recipe, derive_sizes, redact, redacted_errors
 from dtrain.recipe.world import unresolved_auto_keys
 from dtrain.training import recipe_and_problems
@@ -47,6 +47,11 @@ def launch(recipe: Recipe | Callable[[], Recipe], train: Train | None = None, pl
         KeyboardInterrupt: After a second signal.
         WorkerFailed: If a worker process died of anything else.
     """
+    if WORKER_VARIABLE in os.environ:
+        raise UserError(
+            "a process of this run imported a script that starts a run. Put its call of dtrain.run below "
+            '`if __name__ == "__main__":`, so that only the script itself starts the run'
+        )
     rank_info = None
     try:
         recipe = resolve_nproc(recipe() if callable(recipe) else recipe)

@@ -15,12 +15,19 @@ A family outside of dtrain is found in one of three ways (docs/plugins.md):
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from typing import Any
 
 from dtrain.base.errors import UserError
-from dtrain.base.plugins import import_object, is_import_path, plugins, registered_path, split_import_path
+from dtrain.base.plugins import (
+    import_object,
+    importable_module,
+    is_import_path,
+    plugins,
+    registered_path,
+    split_import_path,
+)
 from dtrain.base.ranges import closest_name
 
 FAMILY_KEY = "model.family"
@@ -111,6 +118,21 @@ def register_family(name: str) -> str:
     elif existing.module != module:
         raise UserError(f"{FAMILY_KEY}={name}: dtrain has a family {architecture}. Give the class another name")
     return architecture
+
+
+def family_rows() -> dict[str, dict[str, Any]]:
+    """Return `FAMILIES` as JSON, for another process of the same run."""
+    rows = {}
+    for architecture, family in FAMILIES.items():
+        module = importable_module(family.module, f"model family {architecture}")
+        rows[architecture] = asdict(replace(family, module=module))
+    return rows
+
+
+def add_family_rows(rows: Mapping[str, Mapping[str, Any]]) -> None:
+    """Add the rows from `family_rows` of another process to `FAMILIES`."""
+    for architecture, row in rows.items():
+        FAMILIES[architecture] = Family(**row)
 
 
 def _row_of_own_family(module: str, architecture: str) -> Family:

@@ -13,7 +13,7 @@ import math
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field, make_dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from dtrain.base.ranges import (
     AUTO,
@@ -695,7 +695,7 @@ class Recipe:
     moe: Moe = field(default_factory=Moe)
 
     # Not a key: the type of each method's section, by the name of the method.
-    method_sections: ClassVar[MethodSections] = MethodSections()
+    method_sections = MethodSections()
 
     @property
     def method_name(self) -> str:

@@ -34,6 +34,7 @@ from dtrain.training.registry import (
     model_keys,
     recipe_and_problems,
     recipe_keys,
+    registered_entries,
     trusted_method_class,
 )
 
@@ -51,5 +52,6 @@ __all__ = [
     "model_keys",
     "recipe_and_problems",
     "recipe_keys",
+    "registered_entries",
     "trusted_method_class",
 ]

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from dtrain.base.errors import Problem, RecipeError, UserError
-from dtrain.base.plugins import import_object, is_import_path, plugins
+from dtrain.base.plugins import import_object, import_path_of, importable_module, is_import_path, plugins
 from dtrain.methods import sections
 from dtrain.models.registry import FAMILY_KEY, register_family
 from dtrain.recipe import Recipe, convert_foreign_file, convert_foreign_recipe, list_keys, load, load_with_problems
@@ -152,12 +152,39 @@ def trusted_method_class(method: str) -> "type[Method]":
     return method_class(method) if method in METHODS or method in plugins("method") else Method
 
 
+def registered_entries(method: str) -> dict[str, str]:
+    """Return `METHODS` with an import path in place of each class, for another process of the same run.
+
+    Classes that another process cannot import are left out, unless they are the run's method.
+
+    Args:
+        method: The recipe's method.
+
+    Raises:
+        UserError: If another process cannot import the run's method.
+    """
+    entries = {}
+    for name, entry in METHODS.items():
+        if isinstance(entry, str):
+            module, _, class_name = entry.partition(":")
+            entries[name] = f"{importable_module(module, f'method {name}')}:{class_name}"
+            continue
+        try:
+            entries[name] = import_path_of(entry, f"method {name}")
+        except UserError:
+            if name == method:
+                raise
+    return entries
+
+
 def _load(entry: "str | type[Method]") -> "type[Method]":
     """Import the class of an entry of `METHODS` or `VARIANTS`."""
     if not isinstance(entry, str):
         return entry
-    module, _, class_name = entry.partition(":")
-    return getattr(import_module(module), class_name)
+    if entry.startswith("dtrain."):
+        module, _, class_name = entry.partition(":")
+        return getattr(import_module(module), class_name)
+    return import_object(entry, "method")
 
 
 def build_method(recipe: Recipe) -> "Method":
