@@ -36,7 +36,7 @@ from dtrain.commands.arguments import (
 
 GROUPS = {
     "train": ("run", "validate", "plan"),
-    "recipes": ("ls", "cp", "cat", "help"),
+    "recipes": ("ls", "cp", "cat", "convert", "help"),
     "models and data": ("download", "preview"),
     "use a model": ("generate", "chat", "eval", "serve", "export", "push"),
     "look at runs": ("report", "compare"),

@@ -31,6 +31,11 @@ def recipes_dir() -> Path:
     return _shipped_directory("recipes")
 
 
+def tools_dir() -> Path:
+    """Return the directory of the scripts that make the quickstart's data."""
+    return _shipped_directory("tools")
+
+
 def how_to_make(path: str) -> str:
     """Return the end of a message about a missing path: the command that makes it, if the quickstart uses it.
 
@@ -42,7 +47,7 @@ def how_to_make(path: str) -> str:
     """
     for made, command in GENERATED_FILES.items():
         if Path(path).is_relative_to(made):
-            return f": `{command.format(tools=_shipped_directory('tools'))}` makes it"
+            return f": `{command.format(tools=tools_dir())}` makes it"
     return ""
 
 

@@ -35,7 +35,7 @@ COMMANDS: tuple[Mistake, ...] = (
     _two("evaluate runs/x", "`dtrain eval DIR DATA`"),
     _two("pull Qwen/Qwen3-0.6B", "`dtrain download owner/name`"),
     _two("version", "`dtrain --version`"),
-    _two("help", "`dtrain --help`"),
+    _two("usage", "`dtrain --help`"),
     _two("estimate my.yaml", "`dtrain plan RECIPE`"),
     _two("quantize runs/x", "lora.quantize=nf4"),
     _two("login", "hf auth login"),
