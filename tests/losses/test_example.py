@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 import dtrain
 from dtrain.losses.head.logprobs import logprobs_from_hidden_states
-from dtrain.losses.head.softmax import Wanted, tile_statistics
+from dtrain.losses.head.softmax import RequestedStatistics, tile_statistics
 from dtrain.losses.head.vocabulary import Stats, VocabShard, merge_over, on_shard
 from dtrain.losses.head.weighted_sum import weighted_logprob_sum
 from tests.world import run_world
@@ -27,7 +27,7 @@ def on_a_rank(rank):
     shard = VocabShard(rows.start, dist.group.WORLD)
     target = torch.tensor([TARGET])
     columns, is_mine = on_shard(target[:, None], rows.start, len(weight))
-    found = tile_statistics(hidden @ weight.t(), columns, is_mine, Wanted())
+    found = tile_statistics(hidden @ weight.t(), columns, is_mine, RequestedStatistics())
     merged = merge_over(Stats(*found.stats), len(weight), shard.group, found.at_ids.t())
     results = {
         "own": [*found.stats[:, 0].tolist(), found.at_ids.item()],
