@@ -29,9 +29,7 @@ HEAD = """# Coming from another tool
 axolotl, LLaMA-Factory, Unsloth, torchtune, NeMo-RL, verl and Automodel. For example, with axolotl's file
 [below](#axolotl), in which a line `lr_scheduler: rex` and one `use_mlflow: true` were added:
 
-```text
 {shown}
-```
 
 | command | does |
 | --- | --- |
@@ -266,14 +264,11 @@ def session() -> str:
         Path("axolotl.yaml").write_text(file, encoding="utf-8")
         printed, rest = io.StringIO(), io.StringIO()
         with redirect_stdout(printed), redirect_stderr(rest):
-            main(["convert", "axolotl.yaml", "-o", "my.yaml"])
-        head = Path("my.yaml").read_text(encoding="utf-8").splitlines()[:18]
-    lines = [
-        "$ dtrain convert axolotl.yaml -o my.yaml",
-        *printed.getvalue().splitlines(),
-        *rest.getvalue().splitlines(),
-    ]
-    return "\n".join([*lines, "$ head -n 18 my.yaml", *head])
+            main(["convert", "axolotl.yaml", "-o", "qlora.yaml"])
+        head = Path("qlora.yaml").read_text(encoding="utf-8").splitlines()[:18]
+    printed_lines = [*printed.getvalue().splitlines(), *rest.getvalue().splitlines()]
+    command = ["```text", "$ dtrain convert axolotl.yaml -o qlora.yaml", *printed_lines, "```"]
+    return "\n".join([*command, "\nThe recipe begins with\n", "```text", *head, "```"])
 
 
 def recipe(file: str) -> str:
