@@ -51,6 +51,16 @@ def is_chat_template(companion: str) -> bool:
     return companion in (CHAT_TEMPLATE, "chat_template.json") or companion.startswith(f"{CHAT_TEMPLATES}/")
 
 
+def is_template_text(value: str) -> bool:
+    """Check whether a value of `data.chat_template` is the text of a template. Otherwise it is the name of a file.
+
+    Example:
+        >>> is_template_text("{{ messages[0]['content'] }}"), is_template_text("chatml.jinja")
+        (True, False)
+    """
+    return "{%" in value or "{{" in value
+
+
 def has_vision(directory: Path) -> bool:
     """Check whether a model's config.json describes a vision tower. Raises UserError if the file is damaged."""
     file = directory / CONFIG

@@ -20,6 +20,7 @@ from dtrain.adapters.config import AdapterConfig, is_adapter
 from dtrain.base import hub
 from dtrain.base.errors import UserError
 from dtrain.base.files import FileRecord
+from dtrain.base.model_directory import is_template_text
 from dtrain.base.ranks import Ranks
 from dtrain.checkpoint.dcp.store import CheckpointStore, ExtraFilesWriter, TensorSpecs
 from dtrain.checkpoint.dcp.training_state import (
@@ -325,7 +326,9 @@ class PolicyCheckpoint:
     @property
     def chat_template(self) -> str | None:
         """Text of the chat template that the recipe names; None if the model's own is used."""
-        return Path(self._template).read_text() if self._template else None
+        if self._template is None or is_template_text(self._template):
+            return self._template
+        return Path(self._template).read_text()
 
     @property
     def _required_updater(self) -> Updater:

@@ -263,7 +263,7 @@ class Data:
     image_most_pixels: Annotated[int, (lambda v: 1 <= v <= 2**31, "at least 1, and at most 2 ** 31")] = 64_000_000
     """Maximum number of pixels of an image file. A larger image is refused before it is decoded."""
     chat_template: str | None = None
-    """A file with a jinja chat template. null: the model's own template."""
+    """A file with a jinja chat template, or the text of one. null: the model's own template."""
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Variables for the chat template, such as `{enable_thinking: false}`."""
     special_tokens: Literal["structure", "all", "none"] = "structure"

@@ -87,11 +87,10 @@ LOST = [
     ("axolotl", "special_tokens: {eos_token: <|im_end|>}", "special_tokens.eos_token", "special tokens", ""),
     ("axolotl", "chat_template: chatml", "chat_template", "axolotl's", "data.chat_template"),
     ("axolotl", "chat_template: qwen3_5", "chat_template", "axolotl's", "data.chat_template"),
-    ("axolotl", "chat_template: jinja\nchat_template_jinja: '{% x %}'", "chat_template_jinja", "a file of its own", ""),
     ("axolotl", "rl_beta: 0.1", "rl_beta", "has no beta", ""),
     ("axolotl", "adapter: llama-adapter", "adapter", "LoRA", ""),
     ("LLaMA-Factory", "rope_scaling: yarn", "rope_scaling", "config.json", ""),
-    ("LLaMA-Factory", "template: qwen3", "template", "LLaMA-Factory's", ""),
+    ("LLaMA-Factory", "template: alpaca", "template", "LLaMA-Factory's own", "data.chat_template"),
     ("LLaMA-Factory", "finetuning_type: freeze", "finetuning_type", "freeze trains 2 layers", ""),
     (
         "LLaMA-Factory",
@@ -104,7 +103,7 @@ LOST = [
     ("LLaMA-Factory", "pref_beta: 0.2", "pref_beta", "method=sft", "dpo.beta"),
     ("torchtune", "tokenizer: {prompt_template: x}", "tokenizer.prompt_template", "data.chat_template", ""),
     ("torchtune", "loss: {_component_: my.Loss}", "loss._component_", "my.Loss", ""),
-    ("NeMo-RL", "defaults: sft.yaml", "defaults", "is not read", ""),
+    ("NeMo-RL", "defaults: mine.yaml", "defaults", "mine.yaml is not read", ""),
     ("Automodel", "lr_scheduler: {lr_decay_style: wsd}", "lr_scheduler.lr_decay_style", "wsd", "scheduler.name"),
 ]
 
@@ -165,6 +164,8 @@ NOTED = [
     ("axolotl", "adapter: lora", "axolotl has no rank of its own"),
     ("LLaMA-Factory", "group_by_length: true", "orders an epoch by length there"),
     ("LLaMA-Factory", "pure_bf16: true\nfinetuning_type: full", "rounds weights in bfloat16 to the nearest"),
+    ("LLaMA-Factory", "template: qwen3", "stands for the model's own chat template"),
+    ("axolotl", "eot_tokens: ['<|im_end|>']", "decides what ends a turn"),
     ("LLaMA-Factory", "packing: true", "lets samples see one another"),
     ("Automodel", "lr_scheduler: {lr_decay_style: cosine}", "begins at a tenth of the rate"),
 ]
@@ -174,6 +175,36 @@ NOTED = [
 def test_what_no_key_says_is_noted(tool, line, note):
     made = converted(f"{BARE[tool]}\n{line}")
     assert any(note in comment for comment in made.text().splitlines() if comment.startswith("#"))
+
+
+# Tool, lines of its file, and values of the recipe. Sources: transformers 5.23, trainer_optimizer.py (`_get_rmsprop`)
+# and trainer_utils.py (IntervalStrategy); axolotl 0.19, utils/schemas/config.py (tiled_mlp, activation_offloading);
+# NeMo-RL 7ea279a, examples/configs/grpo_math_1B.yaml; Automodel 0.7, recipes/_dist_setup.py ("none").
+TAKEN = [
+    ("axolotl", "chat_template: jinja\nchat_template_jinja: '{% x %}'", {"data.chat_template": "{% x %}"}),
+    ("TRL", "chat_template: '{{ messages }}'", {"data.chat_template": "{{ messages }}"}),
+    ("TRL", "optim: rmsprop", {"optimizer.name": "torch.optim.RMSprop"}),
+    ("axolotl", "tiled_mlp: true", {"train.tile": "mlp"}),
+    ("axolotl", "activation_offloading: legacy", {"train.activation_offload": True}),
+    ("axolotl", "cosine_constant_lr_ratio: 0", {}),
+    ("axolotl", "loss_watchdog_threshold: 5.0", {}),
+    ("LLaMA-Factory", "deepspeed: zero3.json", {}),
+    ("alignment-handbook", "model_revision: main\neval_strategy: epoch\nsave_steps: 0.5", {}),
+    ("Automodel", "distributed: {dp_replicate_size: none, tp_size: 2}", {"parallel.tp": 2}),
+]
+
+
+@pytest.mark.parametrize(("tool", "lines", "values"), TAKEN)
+def test_keys_that_dtrain_has_or_that_change_no_number_stop_nothing(tool, lines, values):
+    made = converted(f"{BARE[tool]}\n{lines}")
+    assert made.blocking() == []
+    assert {key: made.values.get(key) for key in values} == values
+
+
+def test_a_value_in_another_form_has_the_files_own_in_its_comment():
+    text = converted(f"{BARE['axolotl']}\noptimizer: adamw_bnb_8bit\nbf16: true\nnum_epochs: 3.0").text()
+    assert "  name: adamw  # optimizer: adamw_bnb_8bit" in text or "  state: int8  # optimizer: adamw_bnb_8bit" in text
+    assert "  dtype: bfloat16  # bf16: true" in text and "  epochs: 3\n" in text
 
 
 def test_values_with_more_than_one_key_bring_all_of_them():

@@ -37,7 +37,7 @@ from jinja2.visitor import NodeTransformer
 
 from dtrain.base.errors import UserError
 from dtrain.base.json_files import read_json, read_text
-from dtrain.base.model_directory import CHAT_TEMPLATE, CHAT_TEMPLATES
+from dtrain.base.model_directory import CHAT_TEMPLATE, CHAT_TEMPLATES, is_template_text
 from dtrain.data.formats.formats import ROLES
 from dtrain.data.text.tokenizer import ControlTokens, Tokenizer
 
@@ -446,7 +446,7 @@ def choose_template(
     Args:
         directory: The model's directory.
         tokenizer: Its tokenizer.
-        file: The recipe's `data.chat_template`.
+        file: The recipe's `data.chat_template`: a file, or the text of a template.
         variables: The recipe's `data.template_kwargs`.
         escapes: The recipe's `data.special_tokens`.
 
@@ -469,6 +469,8 @@ def choose_template(
             escapes=escapes,
         )
 
+    if file is not None and is_template_text(file):
+        return build(file, "data.chat_template")
     if file is not None:
         path = Path(file).expanduser()
         if not path.is_file():

@@ -102,6 +102,9 @@ DATASETS = ("ChatDataset", "ColumnMappedTextInstructionDataset")
 def convert(draft: Draft) -> None:
     """Write the content of a file of NeMo Automodel to the draft."""
     draft.set_defaults(DEFAULTS)
+    for key, value in draft.file.items():
+        if key.startswith("distributed.") and value == "none":
+            draft.file[key] = None  # Automodel's word for the default
     _convert_distillation(draft)
     draft.method = str(draft.values.get("method", "sft"))
     has_adapter = draft.take("peft._target_") is not None

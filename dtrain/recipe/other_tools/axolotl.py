@@ -125,6 +125,13 @@ def convert(draft: Draft) -> None:
         draft.remove("train.global_batch")
     _convert_method(draft)
     draft.rename(RENAMED)
+    if draft.take("tiled_mlp") is True:
+        draft.put("train.tile", "mlp", "tiled_mlp")
+    if draft.given("activation_offloading"):
+        draft.put("train.activation_offload", bool(draft.take("activation_offloading")), "activation_offloading")
+    if draft.take_number("cosine_constant_lr_ratio", default=0):
+        reason = "write a list of stages in scheduler: the falling one, and a constant one"
+        draft.lose("cosine_constant_lr_ratio", reason, "scheduler")
     _convert_weights(draft, has_adapter)
     _convert_plugins(draft)
     draft.ignore(*hugging_face.NEEDLESS, *NEEDLESS)
@@ -161,6 +168,9 @@ def _convert_data(draft: Draft) -> None:
     _convert_pretraining(draft)
     put_datasets(draft, "data.val", _datasets(draft, "test_datasets"), "test_datasets")
     hugging_face.convert_validation_split(draft, "val_set_size")
+    if draft.take("eot_tokens") and draft.method == "sft":
+        # They end the turns that are trained, and the end of a turn is trained here, too.
+        draft.note("eot_tokens: here the chat template decides what ends a turn, and its end is trained")
     template = draft.take("chat_template")
     if template == "jinja":
         put_chat_template(draft, "chat_template_jinja")
@@ -227,6 +237,8 @@ def _is_dtrains_behaviour(key: str, value: Any) -> bool:
     """Check whether a value of a data set's entry asks for what dtrain does anyway."""
     if key in ("train_on_eos", "train_on_eot"):
         return bool(value == "turn")
+    if key == "roles" and isinstance(value, Mapping):
+        return all(role in as_list(names) for role, names in value.items())  # each role has its own name
     if key == "roles_to_train":
         return all(role in ("assistant", "gpt") for role in as_list(value))
     return key == "chat_template" and value == "tokenizer_default"

@@ -286,6 +286,10 @@ class Draft:
         fitted, problem = self._fit_value(key, value)
         if problem is None:
             self.values[key] = fitted
+            given = self.file.get(source)
+            if given is not None and not _is_same(given, fitted) and not key.endswith("kwargs"):
+                shown = str(given).lower() if isinstance(given, bool) else _shorten(given)
+                self.comments[key] = f"{source}: {shown}"
             return
         if key == "method":
             self.values[key] = value  # dtrain refuses this recipe too, instead of training by another method
@@ -423,6 +427,8 @@ class Draft:
 
     def _lose_unread(self, key: str) -> None:
         """List a key that was not read as lost, unless it changes nothing: it is switched off, or dtrain needs none."""
+        if self._refuses_method():
+            return  # dtrain refuses the recipe because of its method, whatever this key means
         value = self.file[key]
         if value is None or value is False or _is_unset(value) or value in ("", "none", "no", [], {}):
             return
@@ -442,6 +448,11 @@ class Draft:
                 self.lose(key, explanation.text)
             else:
                 self.lose(key, explanation.text, word[1])
+
+    def _refuses_method(self) -> bool:
+        """Check whether dtrain does not have the recipe's method, such as PPO with a critic."""
+        _, problems = self.keys.fit("method", self.values.get("method", self.method))
+        return bool(problems)
 
     def _is_switched_off(self, key: str) -> bool:
         """Check whether a key is in a section that its own `enable` or `enabled` switches off."""
@@ -559,6 +570,18 @@ def _is_unset(value: Any) -> bool:
     return isinstance(value, int | float) and value == -1
 
 
+def _is_same(given: Any, value: Any) -> bool:
+    """Check whether a value of the file and the recipe's value read alike, such as 3.0 and 3, or [a.jsonl] and a.jsonl.
+
+    Longer values, such as lists of data sets, are not compared: nobody would recognise them in a comment.
+    """
+    if isinstance(given, Mapping) or (isinstance(given, list) and any(isinstance(entry, Mapping) for entry in given)):
+        return True
+    if not isinstance(given, bool) and not isinstance(value, bool) and as_number(given) == as_number(value) is not None:
+        return True
+    return given == value or as_list(given) == as_list(value)
+
+
 def _overlaps(key: str, other: str) -> bool:
     """Check whether two dotted keys are the same, or one is a section that contains the other."""
     return f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}.")
@@ -641,7 +664,7 @@ def put_split(draft: Draft, value: Any, source: str) -> str | None:
 
 
 def put_chat_template(draft: Draft, source: str) -> None:
-    """Write a chat template that is the path of a file. A template as text, or by a tool's own name, is listed as lost.
+    """Write a chat template: the path of a file, or its text. A template by a tool's own name is listed as lost.
 
     Args:
         draft: The draft.
@@ -652,11 +675,7 @@ def put_chat_template(draft: Draft, source: str) -> None:
         return
     text = str(value)
     if "{%" in text or "{{" in text:
-        draft.lose(
-            source,
-            "the file contains the template's text; save it to a file of its own and set data.chat_template to it",
-            "data.chat_template",
-        )
+        draft.put("data.chat_template", text, source)
     elif text.endswith((".jinja", ".jinja2", ".txt")):
         draft.put("data.chat_template", text, source)
     else:

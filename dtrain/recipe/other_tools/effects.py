@@ -32,6 +32,7 @@ NAMES = frozenset(
     loss_watchdog_threshold loss_watchdog_patience eval_on_start eval_delay n_shot bench_dataset do_bench_eval
     do_predict predict_with_generate report_to log_level log_level_replica log_on_each_node log_completions log_samples
     log_peak_memory_stats num_completions_to_print run_project name_prefix push_to_hub disable_tqdm verbose debug
+    no_remove_unused_columns do_causal_lm_eval eval_causal_lm_metrics
     layer_offloading offload_layers offload_embedding pp pp_size pipeline_parallel_size pipeline_parallel_degree
     pipeline_model_parallel_size gc_steps use_vllm use_wandb ci notes tags group experiment_name project_name
     """.split()

@@ -81,6 +81,7 @@ def convert_training(
     convert_schedule(draft, rounding=rounding)
     convert_validation(draft)
     convert_saving(draft)
+    convert_revision(draft)
 
 
 def convert_batch(draft: Draft, *, accumulation: int = 1) -> None:
@@ -240,16 +241,26 @@ def convert_validation(draft: Draft) -> None:
         return
     if strategy == "epoch":
         source = "eval_strategy" if "eval_strategy" in draft.file else "evaluation_strategy"
-        draft.lose(source, "train.validate_every counts steps; a run validates at the end in any case")
+        reason = "train.validate_every counts steps; a run validates at the end in any case"
+        draft.lose(source, reason, "train.validate_every")
     elif every is not None and strategy not in ("no", False):
         if 0 < every < 1:
             steps = draft.values.get("train.steps")
             if steps is None:
-                draft.lose("eval_steps", "train.validate_every counts steps; the file gives a share of them")
+                reason = "train.validate_every counts steps; the file gives a share of them"
+                draft.lose("eval_steps", reason, "train.validate_every")
             else:
                 draft.put("train.validate_every", math.ceil(steps * every), "eval_steps")
         elif every:
             draft.put("train.validate_every", every, "eval_steps")
+
+
+def convert_revision(draft: Draft) -> None:
+    """List a revision of the model as lost, unless it is the hub's default."""
+    revision = draft.take("model_revision", "revision_of_model")
+    if revision not in (None, "main"):
+        reason = "model.path takes the directory of one revision, and of an id of the hub the branch main"
+        draft.lose("model_revision", reason, "model.path")
 
 
 def convert_saving(draft: Draft) -> None:

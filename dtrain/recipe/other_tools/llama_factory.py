@@ -43,6 +43,9 @@ RENAMED = {
     "lora_rank": "lora.rank",
     "lora_alpha": "lora.alpha",
 }
+# Templates that replace the model's own one in LLaMA-Factory (`replace_jinja_template` in data/template.py), and the
+# one that writes texts only. All others are LLaMA-Factory's forms of the templates of a family.
+OWN_TEMPLATES = ("alpaca", "base", "chatml", "chatml_de", "default", "empty", "ernie_vl", "fewshot", "vicuna")
 NEEDLESS = (
     "do_train",
     "dataset_dir",
@@ -100,12 +103,14 @@ def _convert_data(draft: Draft, stage: str) -> None:
     put_datasets(draft, "data.val", [Dataset(str(name)) for name in validation_names], "eval_dataset")
     hugging_face.convert_validation_split(draft, "val_size")
     template = draft.take("template")
-    if template is not None:
+    if template in OWN_TEMPLATES:
         draft.lose(
             "template",
-            f"{template} names a text of LLaMA-Factory's; here the model's chat template is used, or the file that "
-            "data.chat_template names",
+            f"{template} is LLaMA-Factory's own; set data.chat_template to null for the model's, or to a file",
+            "data.chat_template",
         )
+    elif template is not None:
+        draft.note(f"template: LLaMA-Factory's {template} stands for the model's own chat template, which is used here")
     thinking = draft.take("enable_thinking")
     if thinking is not None:
         draft.put("data.template_kwargs", {"enable_thinking": thinking}, "enable_thinking")

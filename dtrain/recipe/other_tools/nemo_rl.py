@@ -18,6 +18,15 @@ METHODS = {"grpo": "grpo", "ppo": "ppo", "dpo": "dpo", "sft": "sft", "distillati
 dtrain has no method ppo, which needs a critic. It refuses the converted recipe, instead of training by another method.
 """
 
+EXAMPLES = {
+    "sft": "sft.yaml",
+    "dpo": "dpo.yaml",
+    "reward": "rm.yaml",
+    "grpo": "grpo_math_1B.yaml",
+    "distill": "distillation_math.yaml",
+}
+"""NeMo-RL's example of each method. A file that builds on it has the defaults below."""
+
 DEFAULTS: dict[str, Any] = {
     "run.seed": 42,
     "data.max_length": 1024,
@@ -217,6 +226,10 @@ VALIDATION = (
 )
 
 
+# Keys of the method's section that have the value 1 in NeMo-RL's examples, and have no key in dtrain.
+SINGLE = {"grpo": ("batch_multiplier",), "distill": ("num_generations_per_prompt", "max_rollout_turns")}
+
+
 def convert(draft: Draft) -> None:
     """Write the content of a file of NeMo-RL to the draft."""
     section = next((name for name in METHODS if any(key.startswith(f"{name}.") for key in draft.file)), "sft")
@@ -226,8 +239,10 @@ def convert(draft: Draft) -> None:
     if draft.method in ("dpo", "grpo"):
         draft.defaults.pop("scheduler.name")
         draft.defaults.pop("scheduler.warmup")
-    if draft.take("defaults") is not None:
-        draft.lose("defaults", "that file is not read; the values of NeMo-RL's own example are used")
+    base = draft.take("defaults")
+    if base is not None and [str(base).rpartition("/")[2]] != [EXAMPLES.get(draft.method)]:
+        example = EXAMPLES.get(draft.method, "its own")
+        draft.lose("defaults", f"{base} is not read; the values of NeMo-RL's example {example} are used")
 
     _convert_length(draft, section)
     _convert_data(draft)
@@ -247,6 +262,11 @@ def convert(draft: Draft) -> None:
         draft.put("metrics.wandb", draft.file["logger.wandb.project"], "logger.wandb.project")
     if draft.take("cluster.num_nodes", default=1) != 1:
         draft.note("cluster.num_nodes: start dtrain on every node, by torchrun or SLURM")
+    for name in SINGLE.get(draft.method, ()):
+        if draft.take(f"{section}.{name}") == 1:
+            draft.ignore(f"{section}.{name}")
+        elif draft.given(f"{section}.{name}"):
+            draft.lose(f"{section}.{name}", "dtrain has no key for it; it is 1 here")
     draft.ignore(*NEEDLESS, *[f"{section}.{name}" for name in VALIDATION])
 
 

@@ -155,6 +155,8 @@ def convert_method(draft: Draft) -> None:
         draft.rename({"max_completion_length": f"{method}.sampling.max_new_tokens"})
         if draft.take("top_k") not in (None, 0, -1):
             draft.put(f"{method}.sampling.top_k", draft.file["top_k"], "top_k")
+    if method == "reward":
+        draft.ignore("lora_task_type")  # SEQ_CLS: an adapter of a model with one output, as method=reward trains
     if method == "kto":
         draft.rename({"ref_model": "kto.reference"})
         draft.ignore("precompute_ref_log_probs")  # it saves time, and changes no number
