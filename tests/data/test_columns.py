@@ -265,7 +265,7 @@ class Begun:
 
 def differences(recipe, start, identities, rows):
     own_rows = {"train": rows} if rows else {}
-    return compare(recipe, start, identities, own_rows, build_method(recipe), allow_changes=[], unfit=None)
+    return compare(recipe, start, identities, own_rows, build_method(recipe), allow_changes=[], tensor_difference=None)
 
 
 def test_recipes_that_were_saved_without_the_key(tmp_path):

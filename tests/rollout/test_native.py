@@ -146,7 +146,7 @@ def by_graphs(rank, variant, sizes):
     assert state_of(model) == before and makers.total("replayed") > 0
     same(completions, Engine(build(variant), decode=spelled).generate(asked))
     captured, said = makers.total("captured"), []
-    steps, options = makers.steps(model), {"decode": spelled, "unshard": False, "say": said.append}
+    steps, options = makers.steps(model), {"decode": spelled, "unshard": False, "print_line": said.append}
     engine = NativeEngine(policy_of(model, mesh), steps=steps, **options)
     for _ in range(2):
         same(engine.generate(asked), completions)
