@@ -167,6 +167,7 @@ class Decode:
         rows: The number of rows with padding, R.
         places: Index of each row of the cache among the R.
         live: `places` as a tensor on the device. None without `fixed`.
+        products: Computes the attention to prompts. None if no layer needs matrix products (`VarlenDecode`).
     """
 
     last_index: Tensor | None = None
@@ -178,9 +179,28 @@ class Decode:
         self._layer_of_window = {window: layer for layer, window in enumerate(store.windows)}  # any layer with it
         self._slots = store.rows_in_order()
         self._device = device
-        self._head_indices: dict[int, Tensor] = {}  # [kv, 1] by the number of key heads, from the first step on
         self._row_parts: list[RowPart] = []
-        places: list[int] = []
+        self.places: list[int] = []
+        self.rows = self._lay_out_rows(store, fixed)
+        self.live = torch.tensor(self.places, device=device) if fixed else None
+        self.products: PromptProducts | None = None
+        self._lay_out_prompts(store, prompts, fixed)
+        self._copy_prompt_states(prompts)
+        added = [0] * self.rows
+        before = [0] * self.rows
+        step = [0] * self.rows
+        for row, slot, prompt in zip(self.places, self._slots, prompts, strict=True):
+            added[row] = slot.length
+            before[row] = prompt.length + prompt.rotary_shift
+            step[row] = 1
+        self._added = torch.tensor(added, device=device)  # tokens in each row's own slot, [R]
+        self._before = torch.tensor(before, device=device)  # rotary position of the first of these, [R]
+        # Padding does not count tokens: it writes to the first position of its slot again and again, and the next row
+        # in that slot overwrites it.
+        self._step: Tensor | int = torch.tensor(step, device=device) if fixed else 1
+
+    def _lay_out_rows(self, store: KeyValues, fixed: bool) -> int:
+        """Set `_row_parts` and `places`, and return the number of rows with padding."""
         start = 0
         for _, pool in sorted(store.rows.items()):
             used = len(pool.slots)
@@ -194,82 +214,20 @@ class Decode:
                 count = max(rounded(used), min(ROWS_AS_FAST_AS_ONE, pool.min_slots))
                 pool.min_slots = max(pool.min_slots, count)
                 max_keys = self._choose_max_keys(pool)
-            indices = torch.arange(count, device=device)
+            indices = torch.arange(count, device=self._device)
             self._row_parts.append(RowPart(pool, slice(start, start + count), indices, max_keys))
-            places += range(start, start + used)
+            self.places += range(start, start + used)
             start += count
-        self.rows = start
-        self.places = places
-        self.live = torch.tensor(places, device=device) if fixed else None
-        self._lay_out_prompts(store, prompts, places, fixed)
-        self._copy_prompt_states(prompts)
-        added = [0] * self.rows
-        before = [0] * self.rows
-        step = [0] * self.rows
-        for row, slot, prompt in zip(places, self._slots, prompts, strict=True):
-            added[row] = slot.length
-            before[row] = prompt.length + prompt.rotary_shift
-            step[row] = 1
-        self._added = torch.tensor(added, device=device)  # tokens in each row's own slot, [R]
-        self._before = torch.tensor(before, device=device)  # rotary position of the first of these, [R]
-        # Padding does not count tokens: it writes to the first position of its slot again and again, and the next row
-        # in that slot overwrites it.
-        self._step: Tensor | int = torch.tensor(step, device=device) if fixed else 1
+        return start
 
     def _choose_max_keys(self, pool: KVSlotPool) -> int | None:
         """Return the number of keys that a fixed step reads from each slot of a pool. None: as many as are used."""
         return slot_size(max(slot.length for slot in pool.slots) + 1)
 
-    def _lay_out_prompts(self, store: KeyValues, prompts: Sequence[KVSlot], places: list[int], fixed: bool) -> None:
-        """Group the rows by prompt (`_prompt_parts`), and set where each row finds its result in the grouped results.
-
-        Args:
-            store: The cache.
-            prompts: Prompt of each row.
-            places: Index of each row.
-            fixed: As in the class.
-        """
-        rows_of = rows_by_prompt(store, prompts, places)
-        self._prompt_parts: list[_PromptPart] = []
-        # Where each row finds its result: group and index in the table of the only pool, or an offset in the results of
-        # all pools.
-        group_of_row = [0] * self.rows
-        index_of_row = [0] * self.rows
-        offset_of_row = [0] * self.rows
-        offset = 0
-        for pool in store.prompts.values():
-            groups = [rows_of[slot] for slot in pool.slots]
-            count = max(map(len, groups), default=0)
-            if count == 0:
-                continue
-            lengths = [slot.length for slot in pool.slots]
-            longest = max(lengths)
-            if fixed:
-                # A single prompt with several rows is padded to 8 rows, which cost nothing. With several prompts this
-                # padding would be added to each of them.
-                min_count = ROWS_AS_FAST_AS_ONE if len(groups) == 1 and count > 1 else 1
-                count = max(min_count, power_of_two(count))
-                longest = pool.capacity
-                num_empty = power_of_two(len(groups)) - len(groups)
-                groups = groups + [[]] * num_empty
-                lengths = lengths + [1] * num_empty
-                pool.min_slots = max(pool.min_slots, len(groups))
-            for group, rows in enumerate(groups):
-                for index, row in enumerate(rows):
-                    group_of_row[row] = group
-                    index_of_row[row] = index
-                    offset_of_row[row] = offset + group * count + index
-            offset += len(groups) * count
-            # Groups with fewer rows are filled with row 0, whose result is computed again and not read.
-            table = self._index([rows + [0] * (count - len(rows)) for rows in groups])
-            self._prompt_parts.append(_PromptPart(pool, table, self._index(lengths), longest))
-        # If each prompt has one row and they are in the same order, nothing has to be reordered.
-        has_one_row_each = len(self._prompt_parts) == 1 and self._prompt_parts[0].table.shape == (self.rows, 1)
-        self._is_sorted = has_one_row_each and group_of_row == list(range(self.rows))
-        if len(self._prompt_parts) == 1:
-            self._result_index = self._index([group_of_row, index_of_row])  # [2, R]
-        else:
-            self._result_index = self._index(offset_of_row)  # [R]
+    def _lay_out_prompts(self, store: KeyValues, prompts: Sequence[KVSlot], fixed: bool) -> None:
+        """Set how the attention to prompts is computed. Arguments as in the class."""
+        rows_of = rows_by_prompt(store, prompts, self.places)
+        self.products = PromptProducts(store, rows_of, self.rows, self._layer_of_window, self._device, fixed=fixed)
 
     def _copy_prompt_states(self, prompts: Sequence[KVSlot]) -> None:
         """Copy the states of linear attention from their prompts to rows that have no tokens yet."""
@@ -298,9 +256,6 @@ class Decode:
             for stored, new in zip(part.pool.stored_states(layer), states, strict=True):
                 stored[: len(part.indices)] = new[part.rows]
 
-    def _index(self, values: list[int] | list[list[int]]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self._device)
-
     @property
     def num_sampled(self) -> Tensor:
         """The number of tokens that each row's completion has before this step, [R].
@@ -313,8 +268,8 @@ class Decode:
     def shape(self) -> tuple[Any, ...]:
         """Hashable value that determines the kernels of a step. Equal shapes differ only in values of tensors."""
         rows = tuple((part.pool.capacity, len(part.indices), part.max_keys) for part in self._row_parts)
-        prompts = tuple((part.pool.capacity, *part.table.shape) for part in self._prompt_parts)
-        return rows, prompts, self._is_sorted
+        prompts = None if self.products is None else self.products.shape
+        return rows, prompts
 
     @property
     def is_full(self) -> bool:
@@ -331,8 +286,8 @@ class Decode:
         tensors: list[Tensor] = []
         for row_part in self._row_parts:
             tensors += row_part.pool.tensors()
-        for prompt_part in self._prompt_parts:
-            tensors += prompt_part.pool.keys_and_values()
+        if self.products is not None:
+            tensors += self.products.keys_and_values()
         return [tensor.data_ptr() for tensor in tensors]
 
     def state(self) -> list[Tensor]:
@@ -353,16 +308,16 @@ class Decode:
         tensors = [self._added, self._before]
         if isinstance(self._step, Tensor):
             tensors.append(self._step)
-        tensors.append(self._result_index)
-        for part in self._prompt_parts:
-            tensors += [part.table, part.lengths]
+        if self.products is not None:
+            tensors += self.products.tensors()
         return tensors
 
     def begin(self) -> None:
         """Prepare positions and masks before the forward of a step."""
         self.positions = (self._before + self._added)[:, None]
         self._view_rows()
-        self._view_prompts(self._layer_of_window)
+        if self.products is not None:
+            self.products.begin(self._added)
 
     def _view_rows(self) -> None:
         """Set where each row writes, and which keys of its own slot it sees, by window."""
@@ -378,33 +333,14 @@ class Decode:
                 part.columns[window] = added if longest <= size else added % size
                 part.views[window] = _View(num_keys, columns <= added[:, None])
 
-    def _view_prompts(self, windows: Mapping[int | None, int]) -> None:
-        """Set which keys of its prompt each row sees.
-
-        Args:
-            windows: Windows, with a layer of each.
-        """
-        for part in self._prompt_parts:
-            for window, layer in windows.items():
-                size = part.pool.sizes[layer]
-                columns = torch.arange(min(part.longest, size), device=self._device)
-                stored = part.lengths.clamp(max=size)[:, None, None]  # [G, 1, 1]
-                visible = columns < stored  # [G, 1, L]
-                if window is not None:
-                    # Positions are counted from the first stored key. A row with `added` tokens of its own is at
-                    # position stored + added, and sees the window - 1 positions before that.
-                    first = self._added[part.table][..., None] + stored - window + 1  # [G, n, 1]
-                    visible = visible & (columns >= first)
-                part.views[window] = _View(columns.shape[0], visible)
-
     def end(self) -> None:
         """Count one token more for every row, on the device, after the forward."""
         self._added += self._step
         for row_part in self._row_parts:
             row_part.views.clear()
             row_part.columns.clear()
-        for prompt_part in self._prompt_parts:
-            prompt_part.views.clear()
+        if self.products is not None:
+            self.products.end()
 
     def lengthen(self) -> None:
         """Count one token more in the slots, on the host, after a step."""
@@ -435,7 +371,8 @@ class Decode:
         Returns:
             [R, 1, H, hd_v].
         """
-        window, num_heads, key_heads = self._windows[layer], q.shape[2], k.shape[2]
+        window = self._windows[layer]
+        num_heads, key_heads = q.shape[2], k.shape[2]
         if not is_stored:
             self._write(layer, k, v)
         grouped = (q[:, 0] * scale).unflatten(1, (key_heads, num_heads // key_heads))  # [R, kv, rep, hd]
@@ -447,7 +384,9 @@ class Decode:
             bias = view.bias(q.dtype)[:, None, None]  # [rows, 1, 1, L]
             results.append(_attend_to(grouped[part.rows], keys[visible], values[visible], bias))
         over_rows = Partial(*concatenated(results))
-        merged = merge_by_log_sum_exp(over_rows, self._over_prompts(layer, grouped, k, v))
+        assert self.products is not None, "set by _lay_out_prompts"
+        over_prompts = self.products.attend(layer, window, grouped, k, v)
+        merged = merge_by_log_sum_exp(over_rows, over_prompts)
         if sinks is not None:
             merged = merge_with_sinks(merged, sinks.view(key_heads, -1))
         return merged.out.to(q.dtype).flatten(1, 2)[:, None]
@@ -458,50 +397,6 @@ class Decode:
             columns = part.columns[self._windows[layer]]
             for stored, new in zip(part.pool.layer(layer, k, v), (k, v), strict=True):
                 stored[part.indices, :, columns] = new[part.rows, 0]
-
-    def _over_prompts(self, layer: int, grouped: Tensor, k: Tensor, v: Tensor) -> Partial:
-        """Compute the attention of rows to their prompts.
-
-        Args:
-            layer: Layer whose keys are used.
-            grouped: Scaled queries, [R, kv, rep, hd].
-            k: As in `KVSlotPool.layer`.
-            v: As in `KVSlotPool.layer`.
-        """
-        window, key_heads = self._windows[layer], grouped.shape[1]
-        if key_heads not in self._head_indices:
-            self._head_indices[key_heads] = torch.arange(key_heads, device=grouped.device)[:, None]
-        results = []
-        for part in self._prompt_parts:
-            view = part.views[window]
-            keys, values = part.pool.layer(layer, k, v)
-            num_groups = part.table.shape[0]
-            visible = slice(num_groups), slice(None), slice(view.keys)
-            queries = grouped
-            if not self._is_sorted:
-                # The indices [G, 1, n] and [kv, 1] broadcast to [G, kv, n], which selects [G, kv, n, rep, hd]. The rows
-                # of a prompt and their query heads are then flattened to one dimension, [G, kv, n·rep, hd].
-                queries = grouped[part.table[:, None], self._head_indices[key_heads]].flatten(2, 3)
-            bias = view.bias(grouped.dtype)[:, None, :, None]  # [G, 1, 1 or n, 1, L]
-            if bias.shape[2] > 1:
-                bias = bias.expand(-1, -1, -1, grouped.shape[2], -1)
-            results.append(_attend_to(queries, keys[visible], values[visible], bias.flatten(2, 3)))
-        return self._by_row(results)
-
-    def _by_row(self, results: Sequence[Partial]) -> Partial:
-        """Reorder the results of each pool of prompts, [G, kv, n·rep, ..], to [R, kv, rep, ..]."""
-        if self._is_sorted:
-            return results[0]
-        split: list[list[Tensor]] = []  # of each pool, out and lse [G, kv, n, rep, ..]
-        for result, part in zip(results, self._prompt_parts, strict=True):
-            num_rows = part.table.shape[1]
-            split.append([term.unflatten(2, (num_rows, -1)) for term in result])
-        if len(split) == 1:
-            groups, indices = self._result_index
-            return Partial(*(term[groups, :, indices] for term in split[0]))
-        # [G·n, kv, rep, ..] of all pools together
-        flat = [tuple(term.transpose(1, 2).flatten(0, 1) for term in terms) for terms in split]
-        return Partial(*(term[self._result_index] for term in concatenated(flat)))
 
 
 class _View:
@@ -546,7 +441,7 @@ class RowPart:
 
 
 @dataclass
-class _PromptPart:
+class PromptPart:
     """Prompts in one pool.
 
     Attributes:
@@ -562,6 +457,172 @@ class _PromptPart:
     lengths: Tensor
     longest: int
     views: dict[int | None, _View] = field(default_factory=dict)
+
+
+class PromptProducts:
+    """Attention of rows to their prompts by matrix products, one for each pool of prompts.
+
+    Args:
+        store: The cache.
+        rows_of: The rows of each prompt, as `rows_by_prompt` returns them.
+        num_rows: The number of rows with padding, R.
+        layer_of_window: Windows of the layers that use the products, with a layer of each.
+        device: The device.
+        fixed: As in `Decode`.
+
+    Attributes:
+        parts: The prompts of each pool.
+    """
+
+    def __init__(
+        self,
+        store: KeyValues,
+        rows_of: Mapping[KVSlot, list[int]],
+        num_rows: int,
+        layer_of_window: Mapping[int | None, int],
+        device: torch.device,
+        *,
+        fixed: bool = False,
+    ):
+        self._layer_of_window = layer_of_window
+        self._device = device
+        self._head_indices: dict[int, Tensor] = {}  # [kv, 1] by the number of key heads, from the first step on
+        self.parts: list[PromptPart] = []
+        # Where each row finds its result: group and index in the table of the only pool, or an offset in the results of
+        # all pools.
+        group_of_row = [0] * num_rows
+        index_of_row = [0] * num_rows
+        offset_of_row = [0] * num_rows
+        offset = 0
+        for pool in store.prompts.values():
+            groups = [rows_of[slot] for slot in pool.slots]
+            count = max(map(len, groups), default=0)
+            if count == 0:
+                continue
+            lengths = [slot.length for slot in pool.slots]
+            longest = max(lengths)
+            if fixed:
+                # A single prompt with several rows is padded to 8 rows, which cost nothing. With several prompts this
+                # padding would be added to each of them.
+                min_count = ROWS_AS_FAST_AS_ONE if len(groups) == 1 and count > 1 else 1
+                count = max(min_count, power_of_two(count))
+                longest = pool.capacity
+                num_empty = power_of_two(len(groups)) - len(groups)
+                groups = groups + [[]] * num_empty
+                lengths = lengths + [1] * num_empty
+                pool.min_slots = max(pool.min_slots, len(groups))
+            for group, rows in enumerate(groups):
+                for index, row in enumerate(rows):
+                    group_of_row[row] = group
+                    index_of_row[row] = index
+                    offset_of_row[row] = offset + group * count + index
+            offset += len(groups) * count
+            # Groups with fewer rows are filled with row 0, whose result is computed again and not read.
+            table = index_tensor([rows + [0] * (count - len(rows)) for rows in groups], device)
+            self.parts.append(PromptPart(pool, table, index_tensor(lengths, device), longest))
+        # If each prompt has one row and they are in the same order, nothing has to be reordered.
+        has_one_row_each = len(self.parts) == 1 and self.parts[0].table.shape == (num_rows, 1)
+        self._is_sorted = has_one_row_each and group_of_row == list(range(num_rows))
+        if len(self.parts) == 1:
+            self._result_index = index_tensor([group_of_row, index_of_row], device)  # [2, R]
+        else:
+            self._result_index = index_tensor(offset_of_row, device)  # [R]
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        """As in `Decode`."""
+        parts = tuple((part.pool.capacity, *part.table.shape) for part in self.parts)
+        return parts, self._is_sorted
+
+    def keys_and_values(self) -> list[Tensor]:
+        """Return the keys and values of the prompts."""
+        tensors: list[Tensor] = []
+        for part in self.parts:
+            tensors += part.pool.keys_and_values()
+        return tensors
+
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors that depend on the rows."""
+        tensors = [self._result_index]
+        for part in self.parts:
+            tensors += [part.table, part.lengths]
+        return tensors
+
+    def begin(self, added: Tensor) -> None:
+        """Set which keys of its prompt each row sees in the next step.
+
+        Args:
+            added: The number of tokens in each row's own slot, [R].
+        """
+        for part in self.parts:
+            for window, layer in self._layer_of_window.items():
+                size = part.pool.sizes[layer]
+                columns = torch.arange(min(part.longest, size), device=self._device)
+                stored = part.lengths.clamp(max=size)[:, None, None]  # [G, 1, 1]
+                visible = columns < stored  # [G, 1, L]
+                if window is not None:
+                    # Positions are counted from the first stored key. A row with `added` tokens of its own is at
+                    # position stored + added, and sees the window - 1 positions before that.
+                    first = added[part.table][..., None] + stored - window + 1  # [G, n, 1]
+                    visible = visible & (columns >= first)
+                part.views[window] = _View(columns.shape[0], visible)
+
+    def end(self) -> None:
+        """Free the masks of a step."""
+        for part in self.parts:
+            part.views.clear()
+
+    def attend(self, layer: int, window: int | None, grouped: Tensor, k: Tensor, v: Tensor) -> Partial:
+        """Compute the attention of rows to their prompts.
+
+        Args:
+            layer: Layer whose keys are used.
+            window: Its window.
+            grouped: Scaled queries, [R, kv, rep, hd].
+            k: As in `KVSlotPool.layer`.
+            v: As in `KVSlotPool.layer`.
+
+        Returns:
+            out [R, kv, rep, hd_v] and lse [R, kv, rep].
+        """
+        key_heads = grouped.shape[1]
+        if key_heads not in self._head_indices:
+            self._head_indices[key_heads] = torch.arange(key_heads, device=grouped.device)[:, None]
+        results = []
+        for part in self.parts:
+            view = part.views[window]
+            keys, values = part.pool.layer(layer, k, v)
+            num_groups = part.table.shape[0]
+            visible = slice(num_groups), slice(None), slice(view.keys)
+            queries = grouped
+            if not self._is_sorted:
+                # The indices [G, 1, n] and [kv, 1] broadcast to [G, kv, n], which selects [G, kv, n, rep, hd]. The rows
+                # of a prompt and their query heads are then flattened to one dimension, [G, kv, n·rep, hd].
+                queries = grouped[part.table[:, None], self._head_indices[key_heads]].flatten(2, 3)
+            bias = view.bias(grouped.dtype)[:, None, :, None]  # [G, 1, 1 or n, 1, L]
+            if bias.shape[2] > 1:
+                bias = bias.expand(-1, -1, -1, grouped.shape[2], -1)
+            results.append(_attend_to(queries, keys[visible], values[visible], bias.flatten(2, 3)))
+        return self._by_row(results)
+
+    def _by_row(self, results: Sequence[Partial]) -> Partial:
+        """Reorder the results of each pool of prompts, [G, kv, n·rep, ..], to [R, kv, rep, ..]."""
+        if self._is_sorted:
+            return results[0]
+        split: list[list[Tensor]] = []  # of each pool, out and lse [G, kv, n, rep, ..]
+        for result, part in zip(results, self.parts, strict=True):
+            num_rows = part.table.shape[1]
+            split.append([term.unflatten(2, (num_rows, -1)) for term in result])
+        if len(split) == 1:
+            groups, indices = self._result_index
+            return Partial(*(term[groups, :, indices] for term in split[0]))
+        # [G·n, kv, rep, ..] of all pools together
+        flat = [tuple(term.transpose(1, 2).flatten(0, 1) for term in terms) for terms in split]
+        return Partial(*(term[self._result_index] for term in concatenated(flat)))
+
+
+def index_tensor(values: list[int] | list[list[int]], device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64, device=device)
 
 
 def rows_by_prompt(store: KeyValues, prompts: Sequence[KVSlot], rows: Sequence[int]) -> dict[KVSlot, list[int]]:

@@ -19,7 +19,7 @@ which `used` cannot express. In these layers `Decode` computes the attention to 
 step with the products of `cached_attention.Decode`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -29,7 +29,14 @@ from torch import Tensor
 from dtrain.attention.blocks import Partial, merge_by_log_sum_exp, merge_with_sinks
 from dtrain.attention.kernels import HALF
 from dtrain.attention.varlen import UNSUPPORTED, describe_difference, does_not_run
-from dtrain.inference.cached_attention import Decode, RowPart, concatenated, rows_by_prompt
+from dtrain.inference.cached_attention import (
+    Decode,
+    PromptProducts,
+    RowPart,
+    concatenated,
+    index_tensor,
+    rows_by_prompt,
+)
 from dtrain.inference.kv_cache import KeyValues, KVSlot, KVSlotPool, SlotFlashAttention, VarlenSegments, power_of_two
 from dtrain.models.common.config import ModelConfig
 
@@ -74,10 +81,10 @@ class VarlenDecode(Decode):
         """Return None: the kernel reads as many keys as there are."""
         return None
 
-    def _lay_out_prompts(self, store: KeyValues, prompts: Sequence[KVSlot], places: list[int], fixed: bool) -> None:
+    def _lay_out_prompts(self, store: KeyValues, prompts: Sequence[KVSlot], fixed: bool) -> None:
         """Set the segments of prompts, and where each row finds its result. Arguments as in `Decode`."""
         self._prompts: list[_Prompts] = []
-        rows_of = rows_by_prompt(store, prompts, places)
+        rows_of = rows_by_prompt(store, prompts, self.places)
         # Index of each row in the concatenated results of all pools.
         result_index = [0] * self.rows
         start = 0
@@ -99,20 +106,20 @@ class VarlenDecode(Decode):
                 longest = _room(longest)
             ends = list(accumulate(map(len, groups), initial=0))
             # The three lists are copied to the device as one tensor, because the host waits for each copy.
-            parts = self._index([*order, *ends, *used]).split([len(order), len(ends), len(used)])
+            parts = index_tensor([*order, *ends, *used], self._device).split([len(order), len(ends), len(used)])
             self._prompts.append(_Prompts(pool, parts[0], parts[1].int(), parts[2].int(), longest))
             start += len(order)
-        for row in set(range(self.rows)).difference(places):
+        for row in set(range(self.rows)).difference(self.places):
             # Indices without a row read the result of some row, because results behind the last segment may be
             # uninitialised memory.
-            result_index[row] = result_index[places[0]]
-        self._varlen_result_index = self._index(result_index)  # [R]
-        if any(window is not None for window in self._layer_of_window):
-            super()._lay_out_prompts(store, prompts, places, fixed)
-        else:
-            self._prompt_parts = []
-            self._is_sorted = False
-            self._result_index = self._varlen_result_index
+            result_index[row] = result_index[self.places[0]]
+        self._result_index = index_tensor(result_index, self._device)  # [R]
+        with_window: dict[int | None, int] = {}
+        for window, layer in self._layer_of_window.items():
+            if window is not None:
+                with_window[window] = layer
+        if with_window:
+            self.products = PromptProducts(store, rows_of, self.rows, with_window, self._device, fixed=fixed)
 
     @property
     def shape(self) -> tuple[object, ...]:
@@ -126,7 +133,7 @@ class VarlenDecode(Decode):
         return addresses
 
     def _tensors(self) -> list[Tensor]:
-        tensors = [*super()._tensors(), self._varlen_result_index]
+        tensors = [*super()._tensors(), self._result_index]
         for prompts in self._prompts:
             tensors += [prompts.order, prompts.ends, prompts.used]
         return tensors
@@ -140,10 +147,6 @@ class VarlenDecode(Decode):
                 # The positions of a window are a ring buffer. Once all are written, they are just those that the token
                 # sees.
                 part.columns[window] = added if size == part.pool.capacity else added % size
-
-    def _view_prompts(self, windows: Mapping[int | None, int]) -> None:
-        """Prepare the products, which are used in layers with a window only."""
-        super()._view_prompts({window: layer for window, layer in windows.items() if window is not None})
 
     def end(self) -> None:
         super().end()
@@ -172,7 +175,8 @@ class VarlenDecode(Decode):
             row_results.append(self._over(queries[part.rows], keys_and_values, segments, scale))
         over_rows = Partial(*concatenated(row_results))  # out [R, rep, kv, hd_v], lse [R, rep, kv]
         if window is not None:
-            by_products = self._over_prompts(layer, grouped * scale, k, v)  # [R, kv, rep, ..]
+            assert self.products is not None, "set by _lay_out_prompts if a layer has a window"
+            by_products = self.products.attend(layer, window, grouped * scale, k, v)  # [R, kv, rep, ..]
             over_prompts = Partial(*(term.transpose(1, 2) for term in by_products))
         else:
             prompt_results = []
@@ -180,7 +184,7 @@ class VarlenDecode(Decode):
                 keys_and_values = prompts.pool.layer(layer, k, v)
                 segments = self._prompt_segments(prompts, rep)
                 prompt_results.append(self._over(queries[prompts.order], keys_and_values, segments, scale))
-            over_prompts = Partial(*(term[self._varlen_result_index] for term in concatenated(prompt_results)))
+            over_prompts = Partial(*(term[self._result_index] for term in concatenated(prompt_results)))
         merged = merge_by_log_sum_exp(over_rows, over_prompts)
         if sinks is not None:
             merged = merge_with_sinks(merged, sinks.view(k.shape[2], -1).t())

@@ -77,7 +77,7 @@ def test_rows_of_prompts_are_rounded_up(count, samples, table):
     for row in range(count * samples):
         store.new_row(row)
     decode = Decode(store, [prompt for prompt in prompts for _ in range(samples)], torch.device("cpu"), fixed=True)
-    assert decode._prompt_parts[0].table.shape == table
+    assert decode.products.parts[0].table.shape == table
 
 
 def test_weights_that_moved_are_captured_anew():

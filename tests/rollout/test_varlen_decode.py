@@ -119,7 +119,7 @@ def test_keys_read():
     assert flash.keys == sum(6 + 10 * row for row in range(33)) + (40 - 33) + 100 + 120 + 70 + 90 + 127
     products.begin()
     own = sum(len(own.indices) * own.views[None].keys for own in products._row_parts)
-    shared = sum(shared.table.shape[0] * shared.views[None].keys for shared in products._prompt_parts)
+    shared = sum(shared.table.shape[0] * shared.views[None].keys for shared in products.products.parts)
     assert (own, shared) == (40 * 512, 8 * 128)
 
 
