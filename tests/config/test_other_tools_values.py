@@ -99,6 +99,7 @@ LOST = [
         "train.train_only",
         "train.train_only",
     ),
+    ("LLaMA-Factory", "packing: true", "packing", "see one another", ""),
     ("LLaMA-Factory", "quantization_bit: 8", "quantization_bit", "4 bits", "lora.quantize"),
     ("LLaMA-Factory", "pref_beta: 0.2", "pref_beta", "method=sft", "dpo.beta"),
     ("torchtune", "tokenizer: {prompt_template: x}", "tokenizer.prompt_template", "data.chat_template", ""),
@@ -166,7 +167,6 @@ NOTED = [
     ("LLaMA-Factory", "pure_bf16: true\nfinetuning_type: full", "rounds weights in bfloat16 to the nearest"),
     ("LLaMA-Factory", "template: qwen3", "stands for the model's own chat template"),
     ("axolotl", "eot_tokens: ['<|im_end|>']", "decides what ends a turn"),
-    ("LLaMA-Factory", "packing: true", "lets samples see one another"),
     ("Automodel", "lr_scheduler: {lr_decay_style: cosine}", "begins at a tenth of the rate"),
 ]
 

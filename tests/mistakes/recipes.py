@@ -395,11 +395,11 @@ WORDS = (
     _word("model_revision=main", "does not have this yet: revisions of a model"),
 )
 WHOLE = (
-    slip((), "is a file of LLaMA-Factory 0.9.5", "data.train.path: there is no file mine.jsonl",
+    slip((), "is a file of LLaMA-Factory 0.9.5, converted", "data.train.path: there is no file mine.jsonl",
          files={"llama_factory.yaml": LLAMA_FACTORY}, base="llama_factory.yaml"),
-    slip((), "is a file of axolotl 0.19, converted", "model.path=Qwen/Qwen3-0.6B", "data.train.path: there is no file",
+    slip((), "datasets.type: axolotl writes Alpaca's own prompts", "set data.chat_template to null", "dtrain convert",
          files={"axolotl.yaml": AXOLOTL}, base="axolotl.yaml"),
-    slip((), "is a file of torchtune 0.6.1, converted", "model.path is missing",
+    slip((), "dataset._component_: torchtune writes Alpaca's own prompts", "is a file of torchtune 0.6.1",
          files={"torchtune.yaml": TORCHTUNE}, base="torchtune.yaml"),
     slip((), "max_prompt_length: ", "is a file of TRL 1.16, and the keys above may change its numbers",
          "`dtrain convert", files={"trl.yaml": TRL}, base="trl.yaml"),

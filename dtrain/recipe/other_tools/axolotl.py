@@ -14,6 +14,7 @@ from dtrain.recipe.other_tools.draft import (
     Draft,
     Tool,
     as_list,
+    lose_alpaca_prompts,
     put_chat_template,
     put_datasets,
     put_split,
@@ -96,11 +97,6 @@ GRPO = {
     **trl.IMPORTANCE_SAMPLING,
 }
 """Keys of the section `trl`, the arguments of TRL's GRPOConfig."""
-
-ALPACA_PROMPTS = (
-    "for type alpaca axolotl writes Alpaca's own prompts (### Instruction: ...); here the model's chat template is "
-    "used, or the file that data.chat_template names"
-)
 
 
 def convert(draft: Draft) -> None:
@@ -258,7 +254,7 @@ def _read_type(draft: Draft, dataset: Dataset, kind: str, entry: Mapping[str, An
         _read_messages(draft, dataset, base, entry, source)
     elif base == "alpaca":
         dataset.format = "alpaca"
-        draft.note(ALPACA_PROMPTS)
+        lose_alpaca_prompts(draft, f"{source}.type")
     elif base in ("completion", "pretrain"):
         dataset.format = "text"
         column = str(entry.get("field") or "text")
@@ -310,8 +306,8 @@ def _read_own_type(draft: Draft, dataset: Dataset, kind: Mapping[str, Any], sour
                 f"{source}.type.{key}",
                 f"{kind[key]!r} is the prompt's own text; here the model's chat template writes prompts",
             )
-    if not prompt_keys:
-        draft.note(ALPACA_PROMPTS)
+    if not prompt_keys and draft.method == "sft":
+        lose_alpaca_prompts(draft, f"{source}.type")
 
 
 def _convert_pretraining(draft: Draft) -> None:

@@ -663,6 +663,22 @@ def put_split(draft: Draft, value: Any, source: str) -> str | None:
     return str(value)
 
 
+def lose_alpaca_prompts(draft: Draft, source: str) -> None:
+    """List as lost that the tool writes Alpaca's rows into a text of their own, as Stanford Alpaca did.
+
+    Args:
+        draft: The draft.
+        source: The file's key of the format.
+    """
+    tool = draft.tool.name if draft.tool else "the other tool"
+    draft.lose(
+        source,
+        f"{tool} writes Alpaca's own prompts (### Instruction: ...); set data.chat_template to null for the model's "
+        "template, or to a file",
+        "data.chat_template",
+    )
+
+
 def put_chat_template(draft: Draft, source: str) -> None:
     """Write a chat template: the path of a file, or its text. A template by a tool's own name is listed as lost.
 

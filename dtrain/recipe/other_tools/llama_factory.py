@@ -129,7 +129,14 @@ def _convert_data(draft: Draft, stage: str) -> None:
         draft.put("data.packing", is_packed, "packing")
     elif stage == "pt":
         draft.put("data.packing", True, "stage")
-    if draft.values.get("data.packing") and not is_separate:
+    if is_packed and not is_separate:
+        draft.lose(
+            "packing",
+            "without neat_packing samples of a row see one another in LLaMA-Factory, which they never do here; set "
+            "data.packing to decide",
+            "data.packing",
+        )
+    elif draft.values.get("data.packing") and not is_separate:
         draft.note(
             "packing without neat_packing lets samples see one another there, never here; it packs into "
             "cutoff_len - 1 tokens"

@@ -8,7 +8,15 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from dtrain.recipe.other_tools.draft import FILE_READERS, Dataset, Draft, Tool, put_datasets, put_split
+from dtrain.recipe.other_tools.draft import (
+    FILE_READERS,
+    Dataset,
+    Draft,
+    Tool,
+    lose_alpaca_prompts,
+    put_datasets,
+    put_split,
+)
 from dtrain.recipe.other_tools.hugging_face import put_bfloat16_weights
 
 DEFAULTS: dict[str, Any] = {
@@ -128,7 +136,6 @@ DATASETS: dict[str, dict[str, Any]] = {
     "preference_dataset": {},
     "text_completion_dataset": {"format": "text", "trains_prompts": True},
 }
-ALPACA_PROMPTS = "torchtune writes Alpaca's rows into Alpaca's own text; here the model's chat template is used"
 
 
 def convert(draft: Draft) -> None:
@@ -273,7 +280,7 @@ def _dataset(draft: Draft, arguments: Mapping[str, Any], source: str) -> TuneDat
     dataset = Dataset(path, format=dataset_type.get("format"), subset=arguments.get("name"))
     dataset.split = put_split(draft, arguments.get("split"), f"{source}.split")
     if dataset.format == "alpaca":
-        draft.note(ALPACA_PROMPTS)
+        lose_alpaca_prompts(draft, f"{source}._component_")
     style, column = arguments.get("conversation_style"), arguments.get("conversation_column")
     if style in ("sharegpt", "openai"):
         dataset.format = "sharegpt" if style == "sharegpt" else "messages"
