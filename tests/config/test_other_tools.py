@@ -355,6 +355,26 @@ def test_nemo_rls_rates_rise_from_a_tenth():
     assert mine == pytest.approx(rates(SequentialLR(optimizer, [rise, stay], [50]), optimizer, 70), rel=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("section", "values"),
+    [  # NeMo-RL 7ea279a: examples/configs/grpo_math_1B.yaml, rm.yaml, distillation_math.yaml, dpo.yaml
+        ("grpo", {"train.epochs": 1, "train.steps": None, "grpo.prompts_per_step": 32, "grpo.group_size": 16}),
+        ("rm", {"train.epochs": 1, "train.steps": None, "train.global_batch": 128, "optimizer.lr": 2e-6}),
+        ("distillation", {"train.steps": 1000, "train.global_batch": 64, "distill.kl": "mixed", "distill.top_k": 64}),
+        ("dpo", {"train.steps": 150, "train.global_batch": 128, "dpo.beta": 0.05}),
+    ],
+)
+def test_a_nemo_rl_file_without_values_has_its_examples(section, values):
+    recipe = recipe_of(
+        f"policy: {{model_name: m}}\n{section}: {{val_period: -1}}\ndata: {{train: {{data_path: d.jsonl}}}}"
+    )
+    assert {key: value(recipe, key) for key in values} == values
+    rises = {"grpo": 50, "distillation": 10, "dpo": 20}  # LinearLR from a tenth of the rate, then constant
+    if section in rises:
+        first, second = recipe.scheduler
+        assert (first.steps, first.kwargs["start_factor"], second.name) == (rises[section], 0.1, "constant")
+
+
 @pytest.mark.parametrize("style", ["cosine", "linear"])
 def test_automodels_rates_rise_from_a_tenth_and_fall_to_a_hundredth(style):
     steps, lr = 60, 1e-3

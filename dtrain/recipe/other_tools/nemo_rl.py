@@ -95,6 +95,7 @@ METHOD_DEFAULTS: dict[str, dict[str, Any]] = {
         "distill.top_k": 64,
         "distill.zero_outside_topk": False,
         "distill.prompts_per_step": 128,
+        "scheduler": rise_from_a_tenth(10),
     },
 }
 LORA_DEFAULTS: dict[str, Any] = {
@@ -236,7 +237,7 @@ def convert(draft: Draft) -> None:
     draft.method = draft.typed_method or METHODS[section]
     draft.set("method", draft.method)
     draft.set_defaults(DEFAULTS, METHOD_DEFAULTS.get(draft.method, {}))
-    if draft.method in ("dpo", "grpo"):
+    if draft.method in ("dpo", "grpo", "distill"):
         draft.defaults.pop("scheduler.name")
         draft.defaults.pop("scheduler.warmup")
     base = draft.take("defaults")
@@ -285,7 +286,7 @@ def _convert_length(draft: Draft, section: str) -> None:
         draft.defaults.pop("train.epochs", None)
     elif draft.has("train.epochs") or steps is not None or draft.method == "sft":
         draft.defaults.pop("train.steps", None)
-    else:
+    elif "train.steps" in draft.defaults:
         draft.defaults.pop("train.epochs", None)
     every = draft.take(f"{section}.val_period")
     if isinstance(every, int) and every > 0:

@@ -104,6 +104,7 @@ NEEDLESS = (
     f"{ROLLOUT}.cudagraph_capture_sizes",
     f"{ROLLOUT}.moe_load_balance_metrics_interval",
     f"{ROLLOUT}.over_sample_rate",
+    f"{ROLLOUT}.skip_dump_dir",
     f"{ROLLOUT}.log_prob_micro_batch_size",
     f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu",
     f"{ROLLOUT}.log_prob_use_dynamic_bsz",
@@ -153,6 +154,9 @@ NEEDLESS = (
     "reward.custom_reward_function.name",
     "reward_model.rollout.",
     "reward_model.num_workers",
+    "reward_model.sandbox_fusion.",
+    "reward_manager.source",
+    "reward_manager.module.",
     "reward_model.model.",
     "custom_reward_function.name",
     "sandbox_fusion.",
@@ -514,7 +518,8 @@ def _convert_rewards(draft: Draft) -> None:
             draft.put("grpo.overlong_cache", buffer.get("len"), f"{section}.len")
         elif buffer.get("enable"):
             draft.lose(f"{section}.penalty_factor", "grpo.overlong_cache takes off up to 1")
-    manager = draft.take("reward_model.reward_manager", "reward.reward_manager.name", default="naive")
+    names = ("reward_model.reward_manager", "reward.reward_manager.name", "reward_manager.name")
+    manager = draft.take(*names, default="naive")
     if manager not in ("naive", "dapo", "batch", "prime"):
         draft.lose("reward_model.reward_manager", "name what judges a completion in grpo.rewards")
     draft.ignore("reward.reward_manager.", "reward_model.reward_manager", "reward_model.enable")
