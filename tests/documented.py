@@ -323,6 +323,7 @@ def write_data(directory: Path) -> None:
     ]
     rows = {
         "chat.jsonl": [{"messages": chat} for chat in chats],
+        "forum.jsonl": [{"title": f"w{number}", "reply": "w4 w5"} for number in range(1, 9)],
         "more.jsonl": [{"messages": chat} for chat in chats],
         "pairs.jsonl": pairs,
         "problems.jsonl": [{"question": text, "answer": "#### 4"} for text in asked],

@@ -31,10 +31,6 @@ from dtrain.base.ranges import (
 )
 from dtrain.recipe.rollouts import Reward
 
-Format = Literal[
-    "auto", "messages", "sharegpt", "alpaca", "prompt_completion", "question", "text", "tokenized", "preference"
-]
-
 _NAMES: Range = (lambda v: "" not in list(v), "a list of names")
 _POSITIVE: Range = (lambda v: 0 < v < math.inf, "a finite number above 0")
 _WARMUP: Range = (
@@ -193,8 +189,11 @@ class Source:
     """For a dataset on the hub: its subset (config). null: the default subset."""
     revision: str | None = None
     """For a dataset on the hub: a branch, a tag or a commit. null: the main branch, as the cache has it."""
-    format: Format = "auto"
-    """Format of the rows. auto: decided by the first row of each file. The terminal shows the result."""
+    format: str = "auto"
+    """Format of the rows: auto, messages, sharegpt, alpaca, prompt_completion, question, text, tokenized or preference.
+    auto: decided by the first row of each file. The terminal shows the result. Or the import path of a function, such
+    as `my_formats:forum`, that converts a row (a dict) to a row of one of these formats, after `columns` were
+    applied."""
     columns: dict[str, str] = field(default_factory=dict)
     """Names of columns that differ from dtrain's, as a mapping from dtrain's name to the file's: `{messages:
     conversations, tools: functions}`. A dot selects a value in an object: `{answer: reward_model.ground_truth}`. A

@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 from dtrain.base.errors import Interrupted, UserError
 from dtrain.base.ranks import Ranks
-from dtrain.data.formats.encoder import describe_string_prompts
+from dtrain.data.formats.encoder import AS_WRITTEN, describe_string_prompts
 from dtrain.data.formats.prompts import Prompt, PromptEncoder, PromptOptions, normalise_prompt
 from dtrain.data.sources.files import detect_formats, read_chunks, read_rows
+from dtrain.data.sources.reading import RowReading
 from dtrain.data.text.template import ChatTemplate
 from dtrain.data.text.tokenizer import Tokenizer
 from dtrain.inference.images import prompt_images
@@ -296,7 +297,7 @@ class QuestionOptions:
         prompts_as: How plain strings are read, as in `data.prompts_as`.
         limit: Use only the first N prompts. None: all.
         format: Format of the rows.
-        columns: The files' own names of columns.
+        reading: How the rows are read before they are of this format.
         columns_key: The key of `columns`, for messages. None if the caller has no such setting.
     """
 
@@ -308,7 +309,7 @@ class QuestionOptions:
     prompts_as: str
     limit: int | None
     format: str = "auto"
-    columns: Mapping[str, str] = field(default_factory=dict)
+    reading: RowReading = field(default_factory=RowReading)
     columns_key: str | None = "data.train.columns"
 
 
@@ -354,7 +355,7 @@ def prepare_questions(
         images=images,
     )
     items = read_questions(
-        files, encoder, options.limit, format=options.format, columns=options.columns, key=options.columns_key
+        files, encoder, options.limit, format=options.format, reading=options.reading, key=options.columns_key
     )
     sampling = replace(options.sampling, stop_ids=tuple(tokenizer.eos_ids))
     has_images = any(item.images for item in items)
@@ -376,7 +377,7 @@ def read_questions(
     limit: int | None,
     *,
     format: str = "auto",
-    columns: Mapping[str, str] | None = None,
+    reading: RowReading = AS_WRITTEN,
     key: str | None = "data.train.columns",
 ) -> list[Question]:
     """Read and encode the first `limit` prompts of files. data/formats/prompts.py describes the rows.
@@ -386,14 +387,13 @@ def read_questions(
         encoder: Encodes prompts.
         limit: Read only the first N prompts. None: all.
         format: Format of the rows.
-        columns: The files' own names of columns.
+        reading: How the rows are read before they are of this format.
         key: The recipe key of `columns`, for messages.
 
     Raises:
         UserError: If a row is wrong, with file and line.
     """
-    columns = columns or {}
-    names = detect_formats(files, format, "prompts", columns, key)
+    names = detect_formats(files, format, "prompts", reading, key)
 
     def read(name: str, directory: Path, row: Mapping[str, Any]) -> tuple[Prompt, list[int], list[Any]]:
         prompt = normalise_prompt(encoder.as_messages(row, name), name, encoder.options.system)
@@ -411,7 +411,7 @@ def read_questions(
         for file, name in zip(files, names, strict=True):
             read_row = partial(read, name, file.absolute().parent)
             for chunk in read_chunks(file):
-                for line, row, (prompt, ids, images) in read_rows(chunk, columns, read_row):
+                for line, row, (prompt, ids, images) in read_rows(chunk, reading, read_row):
                     is_string = encoder.has_string_prompt(row, name)
                     yield Question(f"{file}:{line}", prompt, ids, is_string, images)
 
@@ -424,12 +424,12 @@ def any_prompt_has_images(files: Sequence[Path], limit: int | None) -> bool:
     Raises:
         UserError: If a row is wrong, with file and line.
     """
-    names = detect_formats(files, "auto", "prompts", {}, None)
+    names = detect_formats(files, "auto", "prompts", AS_WRITTEN, None)
 
     def iterate() -> Iterator[Prompt]:
         for file, name in zip(files, names, strict=True):
             for chunk in read_chunks(file):
-                for _, _, prompt in read_rows(chunk, {}, partial(normalise_prompt, name=name)):
+                for _, _, prompt in read_rows(chunk, AS_WRITTEN, partial(normalise_prompt, name=name)):
                     yield prompt
 
     for prompt in islice(iterate(), limit):

@@ -11,6 +11,7 @@ import pytest
 from dtrain.base.errors import UserError
 from dtrain.data.formats.formats import normalise
 from dtrain.data.sources import files
+from dtrain.data.sources.reading import RowReading
 
 ROWS = [{"text": f"row {number}\nüber", "n": number} for number in range(700)]
 
@@ -112,7 +113,9 @@ def test_doubled_columns_of_csv_are_refused(tmp_path, header, told):
         read(tmp_path / "a.csv")
     assert str(error.value) == f"{tmp_path / 'a.csv'}:1: several columns have the same name: {told}. Keep one of each"
     with pytest.raises(UserError, match="several columns have the same name"):
-        files.detect_formats([tmp_path / "a.csv"], "auto", "examples", {"text": "text"}, "data.train.columns")
+        files.detect_formats(
+            [tmp_path / "a.csv"], "auto", "examples", RowReading({"text": "text"}), "data.train.columns"
+        )
 
 
 def test_empty_columns_of_csv_are_no_mistake(tmp_path):

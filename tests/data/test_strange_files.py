@@ -8,6 +8,7 @@ import pytest
 from dtrain.base.errors import UserError
 from dtrain.data.formats.formats import normalise
 from dtrain.data.sources.files import detect_formats, file_kind, parse_row, read_chunks
+from dtrain.data.sources.reading import RowReading
 from tests.data import templates
 from tests.data.makers import byte_level, save, write_jsonl
 from tests.data.test_columns import opened, section
@@ -19,7 +20,7 @@ ASK, REPLY = {"role": "user", "content": "q"}, {"role": "assistant", "content": 
 def refused(tmp_path, row, kind="examples"):
     file = write_jsonl(tmp_path / "rows.jsonl", [row])
     with pytest.raises(UserError) as error:
-        detect_formats([file], "auto", kind, {}, KEY)
+        detect_formats([file], "auto", kind, RowReading(), KEY)
     return str(error.value)
 
 

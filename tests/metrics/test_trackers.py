@@ -203,6 +203,7 @@ def sinks(tmp_path, monkeypatch):
     (tmp_path / "my_sinks.py").write_text(shown)
     (tmp_path / "other_sinks.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))  # imports add the working directory
     yield tmp_path
     for name in ("my_sinks", "other_sinks"):
         sys.modules.pop(name, None)

@@ -44,6 +44,7 @@ from dtrain.base.ranges import plural
 from dtrain.data.formats.formats import CHAT_FORMATS, Conversation, Text, TokenizedRow, normalise
 from dtrain.data.formats.image_parts import has_images, image_parts, without_images
 from dtrain.data.sources.files import Chunk, read_rows
+from dtrain.data.sources.reading import RowReading
 from dtrain.data.text.dropped_text import DroppedText, find_dropped_text
 from dtrain.data.text.replies import Messages, Replies, Span
 from dtrain.data.text.template import ChatTemplate
@@ -57,7 +58,7 @@ if TYPE_CHECKING:
 TEXT, USER = "text", "user"
 PROMPTS_AS_KEY = "data.prompts_as"
 
-NO_COLUMNS: Mapping[str, str] = MappingProxyType({})
+AS_WRITTEN = RowReading()  # rows of one of dtrain's formats, with its names of columns
 
 # Reasons why a row gives no sample.
 TOO_LONG = "longer than data.max_length"
@@ -356,13 +357,13 @@ class RowEncoder:
             changed[column] = [{"role": role, "content": row[column]}]
         return changed
 
-    def encode_chunk(self, chunk: Chunk, name: str, columns: Mapping[str, str] = NO_COLUMNS) -> EncodedChunk:
+    def encode_chunk(self, chunk: Chunk, name: str, reading: RowReading = AS_WRITTEN) -> EncodedChunk:
         """Encode the rows of a chunk.
 
         Args:
             chunk: The rows.
             name: Their format.
-            columns: dtrain's names of columns, each with the name that the file uses.
+            reading: How they are read.
 
         Raises:
             UserError: If a row is wrong, with file and line.
@@ -375,7 +376,7 @@ class RowEncoder:
                 return None
             return self.encode_row(row, name)
 
-        for line, row, documents in read_rows(chunk, columns, encode):
+        for line, row, documents in read_rows(chunk, reading, encode):
             if documents is None:
                 result.num_other_rows += 1
                 continue
@@ -437,7 +438,7 @@ class RowEncoder:
             as_tokens=sorted((spelled & as_tokens) - control_tokens.escaped),
         )
 
-    def split_numbers(self, chunk: Chunk, name: str, columns: Mapping[str, str] = NO_COLUMNS) -> list[float]:
+    def split_numbers(self, chunk: Chunk, name: str, reading: RowReading = AS_WRITTEN) -> list[float]:
         """Return the hash number of each row for the validation split. Raises UserError with file and line."""
         split = self.split
         assert split is not None
@@ -446,9 +447,9 @@ class RowEncoder:
         def number_of(row: Mapping[str, Any]) -> float:
             return split.random_number(self.row_content(row, name))
 
-        return [number for _, _, number in read_rows(chunk, columns, number_of)]
+        return [number for _, _, number in read_rows(chunk, reading, number_of)]
 
-    def check_shapes(self, chunk: Chunk, name: str, columns: Mapping[str, str] = NO_COLUMNS) -> None:
+    def check_shapes(self, chunk: Chunk, name: str, reading: RowReading = AS_WRITTEN) -> None:
         """Check that rows can be parsed and have the shape of their format, without tokenising them.
 
         Raises:
@@ -457,7 +458,7 @@ class RowEncoder:
         # Tokenized rows cost nothing to encode, and encoding also compares their ids with the vocabulary.
         read = self.encode_row if name == "tokenized" else self.row_content
         self.directory = Path(chunk.file).absolute().parent
-        for _ in read_rows(chunk, columns, lambda row: read(row, name)):
+        for _ in read_rows(chunk, reading, lambda row: read(row, name)):
             pass
 
     @property

@@ -60,6 +60,7 @@ from dtrain.base.ranges import plural
 from dtrain.base.ranks import Ranks, file_digests, file_identity
 from dtrain.data.formats.encoder import TOO_LONG_REASONS, EncodedChunk, RowEncoder
 from dtrain.data.sources.files import read_chunks
+from dtrain.data.sources.reading import RowReading
 from dtrain.data.text.dropped_text import DroppedText, describe_dropped_text
 
 if TYPE_CHECKING:
@@ -140,22 +141,20 @@ class Source:
         files: The files.
         formats: The format of each file.
         weight: How often each of their samples appears in an epoch; see `rows.EpochOrder`.
-        columns: dtrain's names of columns, each with the name that the files use.
+        row_reading: How their rows are read.
     """
 
     files: tuple[Path, ...]
     formats: tuple[str, ...]
     weight: float = 1.0
-    columns: Mapping[str, str] = field(default_factory=dict)
+    row_reading: RowReading = field(default_factory=RowReading)
 
     @property
     def reading(self) -> list[Any]:
-        """Format, number and columns of the files, for the cache's key."""
+        """Format and number of the files, and how their rows are read, for the cache's key."""
         has_one_format = len(set(self.formats)) == 1
         reading: list[Any] = [self.formats[0] if has_one_format else self.formats, len(self.files)]
-        if self.columns:
-            reading.append(dict(self.columns))
-        return reading
+        return reading + self.row_reading.cache_key()
 
 
 class CachedDocument(NamedTuple):
@@ -535,7 +534,7 @@ def _write_samples(
             for number, ((source, file), name) in enumerate(zip(files, formats, strict=True)):
                 for chunk in read_chunks(file):
                     file_numbers.append(number)
-                    yield chunk, name, sources[source].columns
+                    yield chunk, name, sources[source].row_reading
 
         for chunk in encode(jobs()):
             number = file_numbers.popleft()
@@ -615,7 +614,7 @@ def _split_numbers(sources: Sequence[Source], encoder: RowEncoder) -> Iterator[f
     for source in sources:
         for file, name in zip(source.files, source.formats, strict=True):
             for chunk in read_chunks(file):
-                yield from encoder.split_numbers(chunk, name, source.columns)
+                yield from encoder.split_numbers(chunk, name, source.row_reading)
 
 
 def _no_samples_error(writer: _CacheWriter, files: Sequence[Path], label: str, encoder: RowEncoder) -> UserError:

@@ -10,16 +10,17 @@ import pickle
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import IO
 
 from dtrain.base.errors import UserError
 from dtrain.data.formats.encoder import EncodedChunk, RowEncoder
 from dtrain.data.sources.files import Chunk
+from dtrain.data.sources.reading import RowReading
 
 MAX_PENDING = 4  # chunks per worker that may be in progress; bounds the memory
-Job = tuple[Chunk, str, Mapping[str, str]]  # the arguments of `RowEncoder.encode_chunk`
+Job = tuple[Chunk, str, RowReading]  # the arguments of `RowEncoder.encode_chunk`
 
 
 class _Process(subprocess.Popen[bytes]):

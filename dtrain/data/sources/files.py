@@ -41,8 +41,9 @@ from dtrain.base.hub import is_model_id
 from dtrain.base.ranges import closest_name
 from dtrain.data.formats import formats
 from dtrain.data.formats.formats import FILE_KINDS, file_suffix
-from dtrain.data.sources.columns import describe_missing_columns, rename_columns, suggest_mapping
+from dtrain.data.sources.columns import describe_missing_columns, suggest_mapping
 from dtrain.data.sources.hub import DatasetPart
+from dtrain.data.sources.reading import RowReading
 from dtrain.recipe.shipped import how_to_make
 
 if TYPE_CHECKING:
@@ -311,14 +312,14 @@ def parse_row(file: str, line: int, row: Any) -> dict[str, Any]:
 
 
 def read_rows(
-    chunk: Chunk, columns: Mapping[str, str], read: Callable[[Mapping[str, Any]], T]
+    chunk: Chunk, reading: RowReading, read: Callable[[Mapping[str, Any]], T]
 ) -> Iterator[tuple[int, Mapping[str, Any], T]]:
     """Read the rows of a chunk.
 
     Args:
         chunk: The rows.
-        columns: dtrain's names of columns, each with the name that the file uses.
-        read: Called with each row, with dtrain's names.
+        reading: How they are read.
+        read: Called with each row, after it was renamed and converted.
 
     Yields:
         Line, row and result of `read`, for each row.
@@ -326,14 +327,18 @@ def read_rows(
     Raises:
         UserError: If a row is wrong. Errors of `read` get file and line in front.
     """
+    convert = reading.reader()
     for line, raw in chunk.rows:
         parsed = parse_row(chunk.file, line, raw)
         try:
-            row = rename_columns(parsed, columns) if columns else parsed
+            row = convert(parsed)
+        except UserError as problem:
+            missing = describe_missing_columns(parsed, reading.columns)
+            raise UserError(f"{chunk.file}:{line}: {problem}{missing}") from problem
+        try:
             value = read(row)
         except UserError as problem:
-            missing = describe_missing_columns(parsed, columns)
-            raise UserError(f"{chunk.file}:{line}: {problem}{missing}") from problem
+            raise UserError(f"{chunk.file}:{line}: {problem}{reading.describe_row(parsed)}") from problem
         yield line, row, value
 
 
@@ -366,7 +371,7 @@ def first_row(file: Path) -> tuple[int, dict[str, Any]] | None:
 
 
 def detect_formats(
-    files: Sequence[Path], name: str, kind: str, columns: Mapping[str, str], key: str | None
+    files: Sequence[Path], name: str, kind: str, reading: RowReading, key: str | None
 ) -> tuple[str, ...]:
     """Return the format of each file.
 
@@ -374,7 +379,7 @@ def detect_formats(
         files: The files.
         name: The format of all of them. With "auto", the first row of a file decides; the encoder compares the others.
         kind: The kind of their rows: examples, pairs or prompts.
-        columns: The files' own names of columns.
+        reading: How their rows are read.
         key: The recipe's key of `columns`, for messages. None if the caller has no such setting.
 
     Raises:
@@ -384,9 +389,9 @@ def detect_formats(
         raise UserError(f"{files[0]}: {formats.PREFERENCES_REFUSED}")
     if name != "auto" and name not in formats.FORMATS_BY_KIND[kind]:
         raise UserError(f"{files[0]}: {formats.refuse_single(name, kind)}")
-    if name != "auto" and not columns:
+    if name != "auto" and not reading.columns:
         return (name,) * len(files)
-    found = [_format_of_first_row(file, name, kind, columns, key) for file in files]
+    found = [_format_of_first_row(file, name, kind, reading, key) for file in files]
     detected_formats = [detected for detected in found if detected is not None]
     if not detected_formats:
         raise UserError(f"the dataset is empty: there is no row in {', '.join(map(str, files[:3]))}")
@@ -394,18 +399,23 @@ def detect_formats(
     return tuple(detected or detected_formats[0] for detected in found)
 
 
-def _format_of_first_row(file: Path, name: str, kind: str, columns: Mapping[str, str], key: str | None) -> str | None:
+def _format_of_first_row(file: Path, name: str, kind: str, reading: RowReading, key: str | None) -> str | None:
     """Return the format of a file's first row; None if it has none. Raises UserError, also for a missing column."""
     first = first_row(file)
     if first is None:
         return None
-    line, row = first
+    line, parsed = first
+    convert = reading.reader(key, strict=True)
     try:
-        if columns:
-            row = rename_columns(row, columns, key, strict=True)
+        row = convert(parsed)
         detected = formats.detect_format(row, kind) if name == "auto" else name
         if detected is None:
-            hint = "" if columns else suggest_mapping(row, kind, key)
+            if reading.function is not None:
+                hint = f" (of the row that {reading.function} returned)"
+            elif reading.columns:
+                hint = ""
+            else:
+                hint = suggest_mapping(row, kind, key)
             raise UserError(formats.describe_unknown_format(row, kind) + hint)
     except UserError as problem:
         raise UserError(f"{file}:{line}: {problem}") from problem

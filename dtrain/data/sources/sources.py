@@ -24,10 +24,11 @@ from dtrain.data.formats.encoder import (
     describe_string_prompts,
     refuse_without_template,
 )
-from dtrain.data.formats.formats import FORMATS, FORMATS_BY_KIND
+from dtrain.data.formats.formats import FORMATS_BY_KIND
 from dtrain.data.rows.cache import LEFT_OUT, Samples, Source, open_cache
 from dtrain.data.rows.rows import Rows
 from dtrain.data.sources.files import detect_formats, find_files, read_chunks, source_entries
+from dtrain.data.sources.reading import RowReading, known_formats, read_format
 from dtrain.data.text.dropped_text import DROPPED_TEXT_FIX
 from dtrain.data.text.replies import note_on_ending
 from dtrain.data.text.template import ChatTemplate, choose_template
@@ -172,19 +173,19 @@ class FileCheck:
     Attributes:
         file: The file.
         format: Its format.
-        columns: dtrain's names of columns, each with the name that the file uses.
+        reading: How its rows are read.
         encoder: Encoder of its rows.
     """
 
     file: Path
     format: str
-    columns: Mapping[str, str]
+    reading: RowReading
     encoder: RowEncoder
 
     def encode_first_rows(self) -> EncodedChunk | None:
         """Encode the first rows, up to 256 of them, as for training; None if the file has none."""
         for chunk in read_chunks(self.file):
-            return self.encoder.encode_chunk(chunk, self.format, self.columns)
+            return self.encoder.encode_chunk(chunk, self.format, self.reading)
         return None
 
     def check_rows(self, until: float, is_full_check: bool = False) -> int | None:
@@ -203,7 +204,7 @@ class FileCheck:
             if time.monotonic() >= until:
                 first_line, _ = chunk.rows[0]
                 return first_line
-            check(chunk, self.format, self.columns)
+            check(chunk, self.format, self.reading)
         return None
 
     @property
@@ -218,7 +219,7 @@ def open_file_checks(section: Any, *, cache_dir: str | Path | None = None, **opt
     checks = []
     for source in sources:
         for file, name in zip(source.files, source.formats, strict=True):
-            checks.append(FileCheck(file, name, source.columns, encoder))
+            checks.append(FileCheck(file, name, source.row_reading, encoder))
     return checks
 
 
@@ -323,14 +324,14 @@ def _find_sources(split: Any, key: str, print_line: PrintLine, kind: str, cache_
         columns = getattr(source, "columns", {})
         if not 0 <= weight < float("inf"):
             raise UserError(f"{source_key}.weight is {weight!r}. It must be a number, 0 or above")
-        known_formats = list(dict.fromkeys([*FORMATS, *FORMATS_BY_KIND[kind]]))
-        if source.format != "auto" and source.format not in known_formats:
-            raise UserError(f"{source_key}.format is {source.format!r}; known are auto, {', '.join(known_formats)}")
-        formats = detect_formats(files, source.format, kind, columns, f"{source_key}.columns")
-        if source.format == "auto":
+        format_name, reading = read_format(source.format, columns, f"{source_key}.format")
+        if format_name not in known_formats():
+            raise UserError(f"{source_key}.format is {format_name!r}; known are {', '.join(known_formats())}")
+        formats = detect_formats(files, format_name, kind, reading, f"{source_key}.columns")
+        if format_name == "auto":
             for line in _describe_detected_formats(files, formats):
-                print_line(f"{key}: {line}")
-        sources.append(Source(files, formats, float(weight), columns))
+                print_line(f"{key}: {line}" + (f" in rows from {reading.function}" if reading.function else ""))
+        sources.append(Source(files, formats, float(weight), reading))
     return sources
 
 

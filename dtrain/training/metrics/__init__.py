@@ -11,9 +11,10 @@ Importing this package imports no torch.
 
 from dtrain.training.metrics.metrics import Recorder, build, memory_gib, model_flops_utilisation
 from dtrain.training.metrics.sinks import MetricSink, TrackedRun
-from dtrain.training.metrics.trackers import option_problems, package_problems, tagged
+from dtrain.training.metrics.trackers import SINKS_KEY, option_problems, package_problems, tagged
 
 __all__ = [
+    "SINKS_KEY",
     "MetricSink",
     "Recorder",
     "TrackedRun",

@@ -34,7 +34,7 @@ from dtrain.training.metrics.sinks import MetricSink, TrackedRun, TrackerSink
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-KEY = "metrics.sinks"
+SINKS_KEY = "metrics.sinks"
 Row = Mapping[str, int | float]
 
 
@@ -324,7 +324,7 @@ def open_trackers(section: Metrics, run: TrackedRun) -> list[TrackerSink]:
         if name in LIBRARIES:
             sinks.append(named_tracker(name, run, entry.kwargs))
         else:
-            sinks.append(_own_tracker(entry, f"{KEY}[{index}].name", run))
+            sinks.append(_own_tracker(entry, f"{SINKS_KEY}[{index}].name", run))
     return sinks
 
 
@@ -337,7 +337,7 @@ def _own_tracker(entry: MetricSinkEntry, key: str, run: TrackedRun) -> TrackerSi
         run: The run.
     """
     path = str(entry.name)
-    return TrackerSink(path, lambda: import_object(path, KEY, LIBRARIES)(run, **entry.kwargs))
+    return TrackerSink(path, lambda: import_object(path, SINKS_KEY, LIBRARIES)(run, **entry.kwargs))
 
 
 def package_problems(section: Metrics) -> list[Problem]:
@@ -351,7 +351,7 @@ def package_problems(section: Metrics) -> list[Problem]:
             problems.append(Problem(key, text, f"Run pip install 'dtrain[{name}]', or set {key}=null"))
     seen = {f"metrics.{name}": name for name, is_needed in is_requested.items() if is_needed}
     for index, entry in enumerate(section.sinks):
-        key = f"{KEY}[{index}]"
+        key = f"{SINKS_KEY}[{index}]"
         problems += _entry_problems(entry, key, seen)
         if entry.name is not None:
             seen[key] = entry.name
@@ -386,7 +386,7 @@ def option_problems(section: Metrics) -> list[Problem]:
     """Check the user's classes and the `kwargs` of all trackers whose packages are installed. Imports them."""
     problems = []
     for index, entry in enumerate(section.sinks):
-        key = f"{KEY}[{index}]"
+        key = f"{SINKS_KEY}[{index}]"
         if entry.name is None:
             continue  # reported by `package_problems`
         library = LIBRARIES.get(entry.name)
@@ -400,7 +400,7 @@ def option_problems(section: Metrics) -> list[Problem]:
 def _named_option_problems(entry: MetricSinkEntry, key: str, library: _Library) -> list[Problem]:
     """Check the `kwargs` of a tracker of LIBRARIES."""
     known = []
-    for name, parameter in inspect.signature(import_object(library.options_of, KEY)).parameters.items():
+    for name, parameter in inspect.signature(import_object(library.options_of, SINKS_KEY)).parameters.items():
         is_named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
         if is_named and name not in ("run", *library.reserved):
             known.append(name)
@@ -422,7 +422,7 @@ def _own_class_problems(entry: MetricSinkEntry, key: str) -> list[Problem]:
     """Check that a user's class can be imported, has the methods of a sink, and takes `kwargs`."""
     path = str(entry.name)
     try:
-        sink_class = import_object(path, KEY, LIBRARIES)
+        sink_class = import_object(path, SINKS_KEY, LIBRARIES)
     except UserError as error:
         return [Problem(f"{key}.name", f"{key}.name: {error}")]
     missing = [name for name in ("resume_at", "write", "close") if not callable(getattr(sink_class, name, None))]

@@ -8,8 +8,11 @@ from typing import Any
 from dtrain.base.errors import Problem, UserError
 from dtrain.base.plugins import REWARDS_KEY, is_import_path, plugins, registered_path
 from dtrain.base.ranges import closest_name
+from dtrain.data.sources.files import source_entries
+from dtrain.data.sources.reading import PLUGIN_KEY
 from dtrain.recipe import spelling
-from dtrain.training import eval_sets
+from dtrain.recipe.schema import DataSource
+from dtrain.training import eval_sets, metrics
 from dtrain.training.inputs import RunInputs
 
 # Kinds of code that are named by a command or a package, not by a dotted path or a file.
@@ -17,6 +20,8 @@ COMMANDS = ("server of tools", "environment of verifiers")
 
 # Kinds of code that the checks of the method import, and report if that fails.
 IMPORTED_BY_METHODS = ("loss",)
+# Keys of registered names that differ from the recipe's key, by kind.
+_PLUGIN_KEYS = {"reward": REWARDS_KEY, "sink": metrics.SINKS_KEY, "format": PLUGIN_KEY}
 
 
 @dataclass(frozen=True)
@@ -40,8 +45,8 @@ def check_files(inputs: RunInputs) -> list[Problem]:
     for code in _codes(inputs):
         if code.kind in IMPORTED_BY_METHODS:
             continue
-        if code.kind == "sink":
-            continue  # `metrics.option_problems` imports it
+        if code.kind in ("sink", "format"):
+            continue  # `metrics.option_problems` and the checks of the data import these
         try:
             _origin(code)
         except UserError as error:
@@ -60,16 +65,17 @@ def named_code(inputs: RunInputs) -> list[str]:
     return lines
 
 
-def unknown_name(key: str, name: str, known: Sequence[str]) -> list[Problem]:
+def unknown_name(key: str, name: str, known: Sequence[str], *, plugin_key: str | None = None) -> list[Problem]:
     """Check that a name is one of `known`, a name of a plugin, or an import path.
 
     Args:
         key: The recipe's key, such as "optimizer.name" or "scheduler[0].name".
         name: Its value.
         known: dtrain's own names for it.
+        plugin_key: Key of the names that installed packages register. None: `key`.
     """
     key_without_index = re.sub(r"\[\d+\]", "", key)
-    names = [*known, *plugins(key_without_index)]
+    names = [*known, *plugins(plugin_key or key_without_index)]
     if name in names or is_import_path(name):
         return []
     text = f"{key}={name} is not one of {', '.join(names)}"
@@ -96,13 +102,18 @@ def _codes(inputs: RunInputs) -> list[NamedCode]:
     for index, entry in enumerate(recipe.metrics.sinks):
         named.append((f"metrics.sinks[{index}].name", entry.name, "sink"))
     named += inputs.method.code()
+    for key, split in (("data.train", recipe.data.train), ("data.val", recipe.data.val)):
+        if isinstance(split, DataSource):
+            for source, source_key in source_entries(split, key):
+                named.append((f"{source_key}.format", source.format, "format"))
     for eval_set in eval_sets.list_eval_sets(recipe.eval):
+        named.append((f"{eval_set.key}.format", eval_set.section.format, "format"))
         named += eval_set.code
     codes = []
     for key, path, kind in named:
         if not isinstance(path, str):
             continue
-        plugin_key = REWARDS_KEY if kind == "reward" else re.sub(r"\[\d+\]", "", key)
+        plugin_key = _PLUGIN_KEYS.get(kind, re.sub(r"\[\d+\]", "", key))
         path = registered_path(path, plugin_key)
         if kind in COMMANDS or "." in path or ":" in path:
             codes.append(NamedCode(key, path, kind))

@@ -30,6 +30,7 @@ from dtrain.data.sources.files import (
     uncached_datasets,
 )
 from dtrain.data.sources.hub import DatasetPart
+from dtrain.data.sources.reading import PLUGIN_KEY, known_formats, read_format
 from dtrain.data.sources.sources import open_file_checks, open_rows
 from dtrain.data.text.dropped_text import ALLOW_DROPPED_TEXT_KEY, DROPPED_TEXT_FIX
 from dtrain.methods import Method
@@ -38,6 +39,7 @@ from dtrain.recipe.schema import DataSource, Source
 from dtrain.training.host import Host
 from dtrain.training.inputs import RunInputs
 from dtrain.training.resume import DIGEST_OF_SPLIT
+from dtrain.training.setup.code import unknown_name
 
 if TYPE_CHECKING:
     from dtrain.data.images.processor import Layout
@@ -84,13 +86,19 @@ def check_keys(inputs: RunInputs) -> list[Problem]:
         if split.sources:
             sources += source_entries(split, key)
         for source, source_key in sources:
-            reason = method.format_problem(source.format)
+            format_key = f"{source_key}.format"
+            unknown = unknown_name(format_key, source.format, known_formats(), plugin_key=PLUGIN_KEY)
+            if unknown:
+                problems += unknown
+                continue
+            format_name, reading = read_format(source.format, source.columns, format_key)
+            reason = method.format_problem(format_name)
             if reason is not None:
-                format_key = f"{source_key}.format"
                 problems.append(Problem(format_key, f"{format_key}={source.format}: {reason}"))
-            problems += columns.check_column_names(
-                source.columns, method.kind, source.format, f"{source_key}.columns", label_columns
-            )
+            if reading.function is None:  # else any column may be one that the function reads
+                problems += columns.check_column_names(
+                    source.columns, method.kind, format_name, f"{source_key}.columns", label_columns
+                )
         if split.sources:
             problems += _check_options_of_a_path(split, key)
     every = recipe.train.validate_every
@@ -184,8 +192,16 @@ def _check_formats(inputs: RunInputs, source: Source, key: str) -> list[Problem]
         UserError: If a file has no format that the method accepts.
     """
     files, method = local_files(inputs, source, key), inputs.method
-    if files and method.format_problem(source.format) is None:  # else `check_keys` reports the format
-        detect_formats(files, source.format, method.kind, source.columns, f"{key}.columns")
+    format_key = f"{key}.format"
+    format_name, reading = read_format(source.format, source.columns, format_key)
+    if format_name not in known_formats() or method.format_problem(format_name) is not None:
+        return []  # `check_keys` reports the format
+    try:
+        reading.reader()
+    except UserError as error:
+        return [Problem(format_key, str(error))]
+    if files:
+        detect_formats(files, format_name, method.kind, reading, f"{key}.columns")
     return []
 
 

@@ -1,20 +1,20 @@
 """Setup of the evaluations: checks of the section `eval`, and reading its questions and rewards."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from types import MappingProxyType
 
 from dtrain.base.errors import Problem, RecipeError, UserError, problems_in
 from dtrain.base.plugins import is_import_path
-from dtrain.data.formats.encoder import resolve_prompts_as
+from dtrain.data.formats.encoder import AS_WRITTEN, resolve_prompts_as
 from dtrain.data.formats.formats import detect_format
 from dtrain.data.formats.prompts import normalise_prompt
 from dtrain.data.sources import columns
 from dtrain.data.sources.files import detect_formats, find_files as find_files, first_row, parse_row, read_chunks
+from dtrain.data.sources.reading import PLUGIN_KEY, RowReading, is_function, known_formats, read_format
 from dtrain.data.sources.sources import image_reader
 from dtrain.inference.request import SamplingParams
 from dtrain.recipe.rollouts import Reward
@@ -26,6 +26,7 @@ from dtrain.rl.rewards.math_answers import extract_answer
 from dtrain.training.eval_sets import EvalFacts, EvalSet, default_max_new_tokens, list_eval_sets
 from dtrain.training.host import Host
 from dtrain.training.inputs import RunInputs
+from dtrain.training.setup.code import unknown_name
 from dtrain.training.setup.data import check_hub_options, local_files, refuse_images
 
 FORMATS_WITHOUT_PROMPTS = ("text", "preference")
@@ -45,6 +46,7 @@ def check_keys(inputs: RunInputs) -> list[Problem]:
         if section.format in FORMATS_WITHOUT_PROMPTS:
             text = f"{key}.format={section.format} has no prompts for the model to answer"
             problems.append(Problem(f"{key}.format", text, "Use messages, question or prompt_completion"))
+        problems += unknown_name(f"{key}.format", section.format, known_formats(), plugin_key=PLUGIN_KEY)
         problems += columns.check_column_names(section.columns, "prompts", section.format, f"{key}.columns")
         problems += reward_problems(section.rewards, f"{key}.rewards")
         if section.samples > 1 and section.sampling.temperature == 0:
@@ -97,7 +99,11 @@ def _check_rows(eval_set: EvalSet, files: Sequence[Path], positions: int | None)
         problems.append(Problem(key, text, "Set a smaller number"))
     if not files or section.format in FORMATS_WITHOUT_PROMPTS:
         return problems
-    formats = detect_formats(files, section.format, "prompts", section.columns, f"{eval_set.key}.columns")
+    format_name, reading = read_format(section.format, section.columns, f"{eval_set.key}.format")
+    if format_name not in known_formats():  # reported by `check_keys`
+        return problems
+    formats = detect_formats(files, format_name, "prompts", reading, f"{eval_set.key}.columns")
+    convert = reading.reader()
     rewards = rewards_of(eval_set, files)
     # `check_keys` reports rewards with unknown names.
     names = reward_paths()
@@ -112,7 +118,7 @@ def _check_rows(eval_set: EvalSet, files: Sequence[Path], positions: int | None)
             continue
         line, row = first
         try:
-            kept = normalise_prompt(columns.rename_columns(row, section.columns), format_name).columns
+            kept = normalise_prompt(convert(row), format_name).columns
         except UserError as error:
             raise UserError(f"{file}:{line}: {error}") from error
         for refusal in missing_column_problems(existing_rewards, [kept], keys):
@@ -139,10 +145,16 @@ def rewards_of(eval_set: EvalSet, files: Sequence[Path]) -> list[Reward]:
     """Return the rewards of a set, or the default reward for its data if the recipe names none."""
     if eval_set.section.rewards:
         return eval_set.section.rewards
-    return [Reward(usual_reward(files, eval_set.section.columns))]
+    return [Reward(usual_reward(files, _reading_of(eval_set)))]
 
 
-def usual_reward(files: Sequence[Path], names: Mapping[str, str] = MappingProxyType({})) -> str:
+def _reading_of(eval_set: EvalSet) -> RowReading:
+    """Return how the rows of a set are read."""
+    section = eval_set.section
+    return read_format(section.format, section.columns, f"{eval_set.key}.format").reading
+
+
+def usual_reward(files: Sequence[Path], reading: RowReading = AS_WRITTEN) -> str:
     """Return the name of the default reward for data, by the answers in the first rows of each file.
 
     The default is math_exact. It is text_exact if fewer than half of the answers contain a number or a mark of a final
@@ -150,11 +162,12 @@ def usual_reward(files: Sequence[Path], names: Mapping[str, str] = MappingProxyT
 
     Args:
         files: Files of prompts.
-        names: The files' names of columns (`eval.columns`).
+        reading: How their rows are read.
 
     Raises:
         UserError: If a file cannot be read.
     """
+    convert = reading.reader()
     num_answers, num_math = 0, 0
     for file in files:
         chunk = next(read_chunks(file), None)
@@ -162,7 +175,7 @@ def usual_reward(files: Sequence[Path], names: Mapping[str, str] = MappingProxyT
             continue
         for line, row in chunk.rows:
             try:
-                parsed = columns.rename_columns(parse_row(str(file), line, row), names)
+                parsed = convert(parse_row(str(file), line, row))
                 format_name = detect_format(parsed, "prompts") or "messages"
                 answer = normalise_prompt(parsed, format_name).columns.get("answer")
             except UserError:
@@ -241,8 +254,8 @@ def _read_set(inputs: RunInputs, eval_set: EvalSet, num_string_prompts: int) -> 
         system_prompt=section.system_prompt,
         prompts_as=resolve_prompts_as(recipe.data.prompts_as, num_string_prompts, source.template),
         limit=section.limit,
-        format=section.format,
-        columns=section.columns,
+        format="auto" if is_function(section.format) else section.format,
+        reading=_reading_of(eval_set),
         columns_key=f"{eval_set.key}.columns",
     )
     files = find_files(section.path or [], f"{eval_set.key}.path", section, inputs.cache)
