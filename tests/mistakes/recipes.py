@@ -152,7 +152,7 @@ VALUES = (
     slip("scheduler=[]", "scheduler=[] has no stages"),
     slip("model.attention=flash_attention_2", "did you mean varlen?"),
     slip("model.init=random", "did you mean scratch?"),
-    slip("data.train.format=chatml", "did you mean messages?"),
+    slip("data.train.format=chatml", "Did you mean messages?"),
     slip("data.train.format=preference", "data.train.format=preference"),
     slip("data.loss_on=completions", "did you mean completion?"),
     slip("data.too_long=skip", "did you mean drop?"),
