@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dtrain.base.errors import UserError
+from dtrain.base.ranges import plural
 from dtrain.commands.arguments import OVERRIDES
 
 if TYPE_CHECKING:
@@ -52,7 +53,8 @@ def describe_rest(conversion: "Conversion") -> list[str]:
     if left_out:
         lines.append(left_out)
     if conversion.notes:
-        lines.append(f"differs otherwise: see the {len(conversion.notes)} comments below the recipe")
+        num_notes = len(conversion.notes)
+        lines.append(f"differs otherwise: {num_notes} {plural(num_notes, 'comment')} below the recipe")
     return lines
 
 

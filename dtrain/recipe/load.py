@@ -274,8 +274,10 @@ def _load_conversion(
     if conversion.notes:
         num_notes = len(conversion.notes)
         line += f" with {num_notes} {plural(num_notes, 'note')} on what differs"
+    line += f" (method={converted.method}"
     if not conversion.counts_all_gpus:
-        line += f" (train.global_batch={converted.train.global_batch} is that of one GPU)"
+        line += f"; train.global_batch={converted.train.global_batch} is that of one GPU"
+    line += ")"
     converted.origin_notes.append(line)
     if conversion.left_out():
         converted.origin_notes.append(conversion.left_out())

@@ -96,7 +96,7 @@ def test_a_file_of_another_tool_runs_as_its_recipe_does_and_says_so(root, capsys
     assert main(["run", str(file), *tiny(root, "direct")]) == 0
     first, second = capsys.readouterr().err.splitlines()[:2]
     assert first.startswith(f"{file} is a file of TRL 1.16, converted: `dtrain convert {file}` prints the recipe")
-    assert "train.global_batch=8 is that of one GPU" in first
+    assert "(method=sft; train.global_batch=8 is that of one GPU)" in first
     assert second == "left out, because no number depends on it: save_steps, wandb_entity"
     written = root / "written.yaml"
     assert main(["convert", str(file), "-o", str(written)]) == 0
