@@ -156,7 +156,8 @@ class Directory:
         if any(_SERVED in word for word in words) and self._server is None:
             self._serve(["serve", MODELS[0]])
         words = [word.replace(_SERVED, self.address) for word in words]
-        recipe = load_recipe(self._found(words[1]), words[2:])
+        with contextlib.chdir(self.path):  # where a method of the page is imported from
+            recipe = load_recipe(self._found(words[1]), words[2:])
         if recipe.method == "grpo" and recipe.grpo.verifiers.name is not None:
             return  # tests/environments/test_verifiers.py runs it, where the package is
         name, begins = recipe.run.name, recipe.checkpoint.init_from

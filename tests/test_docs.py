@@ -41,6 +41,7 @@ PROMISED = (
     "docs/metrics.md",
     "docs/trackers.md",
     "docs/models.md",
+    "docs/plugins.md",
     "docs/python.md",
     "docs/real.md",
     "docs/recipe.md",

@@ -54,6 +54,10 @@ class PolyMethod(Method):
         return {"val_loss": sums["loss_sum"] / max(sums["trained"], 1)}
 
 
+class SftMethod(PolyMethod):
+    pass
+
+
 NOT_A_METHOD = 7
 '''
 
@@ -256,7 +260,8 @@ def test_a_run_with_import_paths_resumes(world, outside):
     world.dtrain("run", outside, "run.name=resumed", "train.steps=2", "checkpoint.every=2")
     world.dtrain("run", outside, "run.name=resumed", "train.steps=3", "checkpoint.every=2")
     assert world.rows("resumed") == world.rows("outside")
-    error = world.refused("run", outside, "run.name=resumed", "method=sft", "train.steps=4")
+    other = world.recipe("resumed", "outside", model={"family": "outside.models:OutsideForCausalLM"})
+    error = world.refused("run", other, "train.steps=4")
     assert "method=outside.methods:PolyMethod" in error and "Another method is a new run" in error
 
 
@@ -337,6 +342,7 @@ def test_a_teacher_of_a_family_from_outside(world, outside):
         ("method=outside.methods:Gone", "method=outside.methods:Gone: outside.methods has no Gone"),
         ("method=nowhere:Gone", "method=nowhere:Gone cannot be imported: No module named 'nowhere'"),
         ("method=outside.methods:NOT_A_METHOD", "is not a method. Derive a class from dtrain.methods.Method"),
+        ("method=outside.methods:SftMethod", "its section cannot be named sft. Set SftMethod.name to another"),
         ("model.family=outside.models:Gone", "defines no Gone"),
         ("model.family=OutsideForCausalLM", "model.family=OutsideForCausalLM is not a family"),
         ("model.family=outside.models:LlamaForCausalLM", "dtrain has a family LlamaForCausalLM"),

@@ -77,9 +77,8 @@ class RegisteredSections(MethodSections):
         raise KeyError(name)
 
     def __iter__(self) -> Iterator[str]:
-        yield from METHODS
-        if self._other is not None:
-            yield self.name_of(self._other)
+        others = [] if self._other is None else [self.name_of(self._other)]
+        return iter(dict.fromkeys([*METHODS, *others]))
 
     def __len__(self) -> int:
         return len(list(iter(self)))
@@ -99,9 +98,11 @@ class RegisteredSections(MethodSections):
             return self
         extended = RegisteredSections(method)
         name = extended.name_of(method)
-        if name in METHODS or name in Recipe.__annotations__ or not name.isidentifier():
-            cls = method_class(method).__name__
-            raise UserError(f"method={method}: its section would be {name}, which is not free. Set {cls}.name")
+        cls = method_class(method)
+        # The module of the method may have added it to `METHODS`, too.
+        is_taken = name in Recipe.__annotations__ or (name in METHODS and method_class(name) is not cls)
+        if is_taken or not name.isidentifier():
+            raise UserError(f"method={method}: its section cannot be named {name}. Set {cls.__name__}.name to another")
         return extended
 
 
