@@ -10,7 +10,7 @@ import pytest
 import dtrain
 from dtrain import recipe as config
 from dtrain.commands.cli import main
-from dtrain.training import METHODS, load_recipe
+from dtrain.training import METHODS, SECTIONS, load_recipe, method_class
 from tests.tiny import tiny_recipe
 
 
@@ -176,3 +176,23 @@ def test_the_quickstart_away_from_a_checkout_says_what_makes_its_data(tmp_path, 
     (command,) = commands
     subprocess.run([sys.executable, *command.split()], check=True, capture_output=True)
     assert main(["validate", recipe]) == 0, capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["validate", "run", "plan", "preview"])
+def test_a_wrong_key_is_answered_before_torch_is_loaded(command):
+    """torch takes seconds to import, and a wrong key of any method is known without it."""
+    code = "import sys; from dtrain.commands.cli import main\n"
+    code += f"for name in {[*METHODS]}:\n"
+    code += (
+        f"    assert main(['{command}', 'sft', f'method={{name}}', f'{{name}}.nonsense=1', 'optimizer.lrr=1']) == 1\n"
+    )
+    code += "    assert 'torch' not in sys.modules, name\n"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("did you mean optimizer.lr?") == len(METHODS)
+    assert done.stderr.count("are checked once the recipe can be read") == len(METHODS)
+
+
+@pytest.mark.parametrize("name", [*METHODS])
+def test_the_keys_that_are_known_without_torch_are_those_of_the_method(name):
+    assert SECTIONS[name] is method_class(name).Section
