@@ -83,11 +83,14 @@ def test_what_validate_passes_reaches_its_steps(base, words, root, answer):
 
 def test_all_mistakes_are_told_at_once(answer):
     several = ("grpo.beta=0.1", "launch.device=cuda", "metrics.wandb=mine", "model.path={root}/cut",
-               "model.init=pretrained", "data.train.path={root}/chat.jsonl", "train.stpes=1")  # fmt: skip
+               "model.init=pretrained", "data.train.path={root}/chat.jsonl")  # fmt: skip
     chat = next(one.files for one in PLACES if "chat.jsonl" in one.files)
     _, said = answer(Mistake(several, (), chat), "validate")
-    for words in ("grpo.beta", "launch.device=cuda", "metrics.wandb", "cut short", "chat.jsonl:1", "train.stpes"):
+    for words in ("grpo.beta", "launch.device=cuda", "metrics.wandb", "cut short", "chat.jsonl:1"):
         assert any(words in line for line in said), (words, said)
+    # What the text of the recipe shows is answered first, and at once.
+    _, said = answer(Mistake((*several, "train.stpes=1", "lora=1"), (), chat), "validate")
+    assert "train.stpes" in said[0] and "lora=1" in said[1] and len(said) == 3, said
 
 
 def test_a_saved_recipe_holds_the_sections_of_all_methods_at_their_defaults(root):

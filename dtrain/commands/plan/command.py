@@ -32,6 +32,9 @@ def _gpu_key(gpu: str) -> str:
 
 def run(arguments: argparse.Namespace) -> None:
     """Print the plan."""
+    from dtrain.training.preflight import load
+
+    recipe = load(arguments.recipe, arguments.overrides)  # a wrong key fails here, before torch is imported
     from dtrain.commands.plan.report import print_plan
 
-    print_plan(arguments)
+    print_plan(arguments, recipe)

@@ -14,20 +14,24 @@ from dtrain.commands.plan.hardware import GPUS, USABLE_BANDWIDTH, Hardware, gib,
 from dtrain.commands.plan.plan import Plan, choose_starting_mesh, ready
 from dtrain.commands.plan.search import Candidate, SearchResult, find_smallest_change, search
 from dtrain.launch.devices import resolve_nproc
-from dtrain.training.preflight import load, print_origin
+from dtrain.recipe import Recipe
+from dtrain.training.preflight import print_origin
 
 
-def print_plan(arguments: Namespace) -> None:
-    """Plan the recipe of the command's arguments and print the plan.
+def print_plan(arguments: Namespace, loaded: Recipe) -> None:
+    """Plan a recipe and print the plan.
 
     A search begins with the recipe's own mesh and micro-batch. If the number of ranks does not allow them, it begins
     with others that it does.
+
+    Args:
+        arguments: The arguments of the command.
+        loaded: The recipe.
 
     Raises:
         RecipeError: With all mistakes in the recipe that a plan can find.
         UserError: If the plan does not fit. The message names a change that would.
     """
-    loaded = load(arguments.recipe, arguments.overrides)
     print_origin(loaded)
     recipe = resolve_nproc(loaded)
     world_size = arguments.world_size or recipe.launch.num_processes
