@@ -358,7 +358,7 @@ def test_mistakes(world, outside, override, message, monkeypatch):
 def test_a_run_s_own_directory_is_not_searched_for_code(world, outside):
     run = world.root / "runs" / "stranger"
     run.mkdir(exist_ok=True)
-    (run / "models.py").write_text("raise SystemExit('imported')")
+    (run / "models.py").write_text("Evil = 1\nraise SystemExit('imported')\n")
     config = {"model": {"path": str(world.root / "outside"), "family": "runs.stranger.models:Evil"}}
     (run / "config.yaml").write_text(yaml.safe_dump(config))
     error = world.refused("generate", "runs/stranger", "--prompt", "w5")

@@ -173,7 +173,11 @@ def _module_spec(whose: str, module: str) -> ModuleSpec:
     spec: ModuleSpec | None
     if parent:
         locations = _module_spec(whose, parent).submodule_search_locations or []
-        spec = PathFinder.find_spec(module, list(locations))
+        try:
+            spec = PathFinder.find_spec(module, list(locations))
+        except KeyError:  # a folder without __init__.py within another one, which Python finds only by importing both
+            spec = ModuleSpec(module, None, is_package=True)
+            spec.submodule_search_locations = [f"{location}/{module.rpartition('.')[2]}" for location in locations]
     else:
         spec = PathFinder.find_spec(module, import_search_path())
         if spec is None and module in sys.builtin_module_names:
