@@ -312,7 +312,7 @@ def test_serve(world, outside):
         assert lines and lines[-1].startswith("serving "), lines
         url = lines[-1].split(" at ")[1].split()[0]
         body = json.dumps({"prompt": "w5 w6", "max_tokens": 2}).encode()
-        request = urllib.request.Request(f"{url}/completions", body, {"Content-Type": "application/json"})
+        request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=60) as answer:
             assert json.loads(answer.read())["usage"]["completion_tokens"] >= 1
     finally:
