@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from dtrain.base.errors import RecipeError
+from dtrain.base.plugins import plugins
 from dtrain.launch import validate
 from dtrain.losses import preference_loss
 from tests.losses.user_losses import same_as_sigmoid
@@ -70,6 +71,21 @@ def test_a_loss_that_cannot_be_used_is_a_problem_of_the_recipe(make, keys, messa
     with pytest.raises(RecipeError, match=message) as error:
         validate(make(tmp_path, *keys))
     assert len(error.value.problems) == 1
+
+
+def test_a_loss_that_a_package_registers_has_a_name(tmp_path, monkeypatch):
+    info = tmp_path / "packages" / "focal-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: focal\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[dtrain.plugins]\nsft.loss.focal = {PATH}:focal\n")
+    monkeypatch.syspath_prepend(tmp_path / "packages")
+    plugins.cache_clear()
+    named = run(tiny_recipe(tmp_path, STEPS, "sft.loss=focal", "sft.kwargs={gamma: 3.0}", name="named"), 2)
+    keys = STEPS, f"sft.loss={PATH}:focal", "sft.kwargs={gamma: 3.0}"
+    assert_same(named, run(tiny_recipe(tmp_path, *keys, name="path")), 1e-9)
+    with pytest.raises(RecipeError, match="sft.loss=focl"):
+        validate(tiny_recipe(tmp_path, "sft.loss=focl"))
+    plugins.cache_clear()
 
 
 def test_losses_by_import_path_work_from_python():
