@@ -26,6 +26,9 @@ from dtrain.base.plugins import import_object, is_import_path, plugins
 
 Row = TypeVar("Row")
 
+_FIRST_ARGUMENT = {"sft.loss": "the log-probabilities", "dpo.loss": "the pairs", "grpo.loss": "the tokens"}
+"""What dtrain gives to a loss, by the key that names it."""
+
 
 def is_user_loss(name: str, key: str) -> bool:
     """Return whether a name is an import path, or registered by an installed package for `key`.
@@ -51,7 +54,8 @@ def import_loss(name: str, key: str, row_type: type[Row], given: tuple[str, ...]
         The row at the path, or a row for the function at the path.
 
     Raises:
-        UserError: If it cannot be imported, is neither a function nor a row, or has a parameter without a default.
+        UserError: If it cannot be imported, is neither a function nor a row, takes no argument, or has a parameter without
+            a default.
     """
     target = import_object(name, key)
     if isinstance(target, row_type):
@@ -65,9 +69,11 @@ def import_loss(name: str, key: str, row_type: type[Row], given: tuple[str, ...]
 
 def _options_of(function: Callable[..., Any], name: str, key: str, given: Iterable[str]) -> dict[str, Any]:
     """Return the options of a loss function and their defaults."""
-    _, *parameters = inspect.signature(function).parameters.values()
+    parameters = list(inspect.signature(function).parameters.values())
+    if not parameters or parameters[0].kind is inspect.Parameter.KEYWORD_ONLY:
+        raise UserError(f"{key}={name} takes no positional argument. Its first one gets {_FIRST_ARGUMENT[key]}")
     options = {}
-    for parameter in parameters:
+    for parameter in parameters[1:]:
         if parameter.kind is parameter.VAR_KEYWORD or parameter.name in given:
             continue
         if parameter.default is parameter.empty:

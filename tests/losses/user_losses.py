@@ -40,3 +40,21 @@ def same_as_clipped(tokens, *, width=0.2):
 
 
 NOT_A_LOSS = 3
+
+
+def no_arguments():
+    """A mistake: dtrain cannot give it anything."""
+
+
+def mean_of_tokens(logprobs):
+    """A mistake: one number for all tokens."""
+    return -logprobs.mean()
+
+
+def sum_of_ratios(tokens):
+    """A mistake: one number for all tokens."""
+    return tokens.ratio.sum()
+
+
+def returns_nothing(logprobs):
+    """A mistake: no return."""

@@ -7,7 +7,7 @@ the same run on one process. Relative tolerance 1e-9 in float64.
 import pytest
 import torch
 
-from dtrain.base.errors import RecipeError
+from dtrain.base.errors import RecipeError, UserError
 from dtrain.base.plugins import plugins
 from dtrain.launch import validate
 from dtrain.losses import preference_loss
@@ -59,6 +59,8 @@ def test_a_loss_that_dtrain_does_not_have_trains_alike_on_two_ranks(tmp_path):
         (tiny_recipe, ["sft.loss=no_such_module:focal"], r"sft\.loss=no_such_module:focal"),
         (tiny_recipe, [f"sft.loss={PATH}:focal", "sft.kwargs={gama: 1.0}"], r"sft\.kwargs\.gama is not read"),
         (tiny_recipe, [f"sft.loss={PATH}:needs_more"], "its parameter strength has no default"),
+        (tiny_recipe, [f"sft.loss={PATH}:no_arguments"], "no_arguments takes no positional argument"),
+        (tiny_dpo, [f"dpo.loss={PATH}:no_arguments"], "Its first one gets the pairs"),
         (tiny_recipe, [f"sft.loss={PATH}:NOT_A_LOSS"], "is a int. It must be a function, or a TokenLoss"),
         (tiny_recipe, [f"sft.loss={PATH}:focal", "sft.label_smoothing=0.1"], "has no meaning for sft.loss"),
         (tiny_dpo, [f"dpo.loss=[sigmoid, {PATH}:same_as_sigmod]"], "has no same_as_sigmod"),
@@ -86,6 +88,20 @@ def test_a_loss_that_a_package_registers_has_a_name(tmp_path, monkeypatch):
     with pytest.raises(RecipeError, match="sft.loss=focl"):
         validate(tiny_recipe(tmp_path, "sft.loss=focl"))
     plugins.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("make", "key", "loss", "returned"),
+    [
+        (tiny_recipe, "sft.loss", "mean_of_tokens", r"\[\]"),
+        (tiny_recipe, "sft.loss", "returns_nothing", "NoneType"),
+        (tiny_grpo, "grpo.loss", "sum_of_ratios", r"\[\]"),
+        (tiny_grpo, "grpo.loss", "returns_nothing", "NoneType"),
+    ],
+)
+def test_a_loss_without_a_value_per_token_does_not_train(make, key, loss, returned, tmp_path):
+    with pytest.raises(UserError, match=f"{loss} must return one value per token.* returned {returned}"):
+        run(make(tmp_path, STEPS, f"{key}={PATH}:{loss}"))
 
 
 def test_losses_by_import_path_work_from_python():

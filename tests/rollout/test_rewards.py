@@ -257,7 +257,10 @@ def test_what_cannot_be_loaded_or_called_is_said_at_once(mine):
         assert words in str(caught.value)
     with Rewards([Spec("mine.needs_gold")]) as rewards, pytest.raises(UserError) as caught:
         scored(rewards)
-    assert str(caught.value) == ("reward needs_gold takes gold, which is no column of the data (it has answer, hint)")
+    assert str(caught.value) == (
+        "reward needs_gold takes gold, which is no column of the data (it has answer, hint). "
+        "dtrain itself gives prompts, completions, completion_ids"
+    )
     with Rewards([Spec("math_exact", 1.0, {"column": "gold"})]) as rewards:
         with pytest.raises(UserError, match="the data has no column 'gold'"):
             scored(rewards)

@@ -15,11 +15,13 @@ One tile of t tokens on a rank with v of V ids:
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from dtrain.base.errors import UserError
 from dtrain.losses.head.softmax import (
     FormedSum,
     GradientCoefficients,
@@ -258,8 +260,21 @@ def _values_of_rows(
 
 @torch.enable_grad()
 def _with_slope(loss: TokenLossFn, logprobs: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the losses [t] of log-probabilities [t], and the derivative of each loss by its log-probability, [t]."""
+    """Return the losses [t] of log-probabilities [t], and the derivative of each loss by its log-probability, [t].
+
+    Raises:
+        UserError: If the loss does not return one value per token. A sum or mean would be added to every token of the
+            tile, and the result would depend on the size of the tiles.
+    """
     logprobs = logprobs.detach().requires_grad_()
     values = loss(logprobs)
+    if not isinstance(values, Tensor) or values.shape != logprobs.shape:
+        returned = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
+        function = loss.func if isinstance(loss, partial) else loss
+        name = getattr(function, "__name__", function)
+        raise UserError(
+            f"the loss {name} must return one value per token, [{len(logprobs)}] for this "
+            f"call, and returned {returned}. dtrain adds the values up and divides by the number of tokens"
+        )
     (slope,) = torch.autograd.grad(values.sum(), logprobs)
     return values.detach(), slope

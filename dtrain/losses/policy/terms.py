@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dtrain.base.errors import UserError
 from dtrain.base.ranges import name_hint
 from dtrain.losses.policy import formulas
 from dtrain.losses.policy.formulas import (
@@ -228,7 +229,16 @@ def _formula_of(loss: PolicyLoss) -> Callable[..., Surrogate]:
 
     def user_formula(tokens: Tokens, **options: Any) -> Surrogate:
         result = function(tokens, **options)
-        return result if isinstance(result, Surrogate) else Surrogate(result)
+        surrogate = result if isinstance(result, Surrogate) else Surrogate(result)
+        per_token = surrogate.loss
+        if not isinstance(per_token, Tensor) or per_token.shape != tokens.logps.shape:
+            returned = list(per_token.shape) if isinstance(per_token, Tensor) else type(per_token).__name__
+            name = getattr(function, "__name__", function)
+            raise UserError(
+                f"the loss {name} must return one value per token, {list(tokens.logps.shape)} for this call, and "
+                f"returned {returned}. dtrain leaves out masked tokens, adds the values up and divides"
+            )
+        return surrogate
 
     return user_formula
 

@@ -308,7 +308,8 @@ def missing_argument_message(
     hint = ""
     if keys.columns is not None and len(nested) == len(missing):
         hint = f"; map it with {keys.columns}={{{', '.join(nested)}}}"
-    return f"reward {name} takes {', '.join(missing)}, which is no column of the data (it has {_listed(columns)}){hint}"
+    text = f"reward {name} takes {', '.join(missing)}, which is no column of the data (it has {_listed(columns)}){hint}"
+    return f"{text}. dtrain itself gives {', '.join(REWARD_ARGUMENTS)}"
 
 
 def _listed(columns: Mapping[str, Any]) -> str:
