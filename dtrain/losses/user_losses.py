@@ -54,8 +54,8 @@ def import_loss(name: str, key: str, row_type: type[Row], given: tuple[str, ...]
         The row at the path, or a row for the function at the path.
 
     Raises:
-        UserError: If it cannot be imported, is neither a function nor a row, takes no argument, or has a parameter without
-            a default.
+        UserError: If it cannot be imported, is neither a function nor a row, takes no argument, or has a parameter
+            without a default.
     """
     target = import_object(name, key)
     if isinstance(target, row_type):
