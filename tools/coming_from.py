@@ -41,7 +41,8 @@ axolotl, LLaMA-Factory, Unsloth, torchtune, NeMo-RL, verl and Automodel. For exa
   stands in the file in another form.
 - A key that dtrain cannot express and that may change a number stops `dtrain run FILE`. The error names the key. Either
   set dtrain's key for it on the command line, or write the recipe with `-o`, read its last lines, and run that.
-- Keys that change no number, such as trackers, are left out. The run names them.
+- Keys that change no number and that dtrain does not have are left out. The run names them. W&B stays: with
+  `wandb_project`, the run needs the extra `wandb`, or `metrics.wandb=null`.
 - The comments below a recipe say what dtrain does otherwise, although no key of the file is about it.
 - `train.global_batch` is that of one GPU. For more GPUs, multiply it by their number. The batches of NeMo-RL, verl and
   Automodel count all GPUs.
