@@ -156,7 +156,8 @@ def import_object(path: str, key: str, known: Iterable[str] = ()) -> Any:
     try:
         module = import_module(module_name)
     except ImportError as error:
-        raise UserError(f"{key}={path} cannot be imported: {error}. Its package must be on PYTHONPATH") from error
+        fix = "Its module must be in the working directory, on PYTHONPATH or installed"
+        raise UserError(f"{key}={path} cannot be imported: {error}. {fix}") from error
     except SyntaxError as error:
         raise UserError(f"{key}={path} cannot be imported: {error.filename}:{error.lineno}: {error.msg}") from error
     if not hasattr(module, name):

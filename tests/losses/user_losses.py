@@ -22,6 +22,10 @@ def same_as_sigmoid(pairs, *, beta):
     return -F.logsigmoid(beta * (pairs.chosen_ratio - pairs.rejected_ratio))
 
 
+def mean_of_pairs(pairs, *, beta):
+    return same_as_sigmoid(pairs, beta=beta).mean()
+
+
 def _odds(pairs, *, beta, offset=0.5):
     chosen, rejected = pairs.chosen / pairs.chosen_lengths, pairs.rejected / pairs.rejected_lengths
     return -F.logsigmoid(beta * (chosen - rejected) - offset)

@@ -104,6 +104,12 @@ def test_a_loss_without_a_value_per_token_does_not_train(make, key, loss, return
         run(make(tmp_path, STEPS, f"{key}={PATH}:{loss}"))
 
 
+def test_a_loss_without_a_value_per_pair_does_not_train(tmp_path):
+    recipe = tiny_dpo(tmp_path, f"dpo.loss={PATH}:mean_of_pairs")
+    with pytest.raises(UserError, match=r"mean_of_pairs must return one value per pair, \[\d\] .* returned \[\]"):
+        run(recipe)
+
+
 def test_losses_by_import_path_work_from_python():
     logps = [torch.tensor([value]) for value in (-10.0, -12.0, -11.0, -10.0)]
     expected = preference_loss("sigmoid", *logps, beta=0.1)

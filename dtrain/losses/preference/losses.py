@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dtrain.base.batch import IGNORE_INDEX
+from dtrain.base.errors import UserError
 from dtrain.base.ranges import name_hint
 from dtrain.losses.preference import formulas
 from dtrain.losses.preference.formulas import Pairs
@@ -137,7 +138,10 @@ def combined_preference_loss(
         for key, default in loss.options.items():
             if key not in DIVERGENCE:  # those are in `pairs`
                 options_of_loss[key] = options.get(key, default)
-        total = total + weight * _formula_of(loss)(pairs, beta=beta, **options_of_loss)
+        losses = _formula_of(loss)(pairs, beta=beta, **options_of_loss)
+        if name not in LOSSES:
+            _check_user_losses(name, losses, pairs)
+        total = total + weight * losses
     return total
 
 
@@ -159,6 +163,16 @@ def _formula_of(loss: PreferenceLoss) -> Callable[..., Tensor]:
         return loss.function
     formula: Callable[..., Tensor] = getattr(formulas, loss.function)
     return formula
+
+
+def _check_user_losses(name: str, losses: Tensor, pairs: Pairs) -> None:
+    """Raise UserError if a user's loss did not return one value per pair. A mean would be counted as one pair."""
+    shape = list(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
+    if shape != list(pairs.chosen.shape):
+        raise UserError(
+            f"the loss {name} must return one value per pair, {list(pairs.chosen.shape)} for this call, and returned "
+            f"{shape}. dtrain adds the values up and divides by the number of pairs"
+        )
 
 
 class PreferenceWeights(NamedTuple):
