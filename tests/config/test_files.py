@@ -57,7 +57,7 @@ def convert(entry, root):
     return convert_file(file, typed), file, typed
 
 
-@pytest.mark.parametrize(("tool", "entry"), entries())
+@pytest.mark.parametrize(("tool", "entry"), list(entries()))
 def test_a_file_is_converted_or_what_dtrain_cannot_express_is_named(tool, entry, root):
     made, file, typed = convert(entry, root)
     assert made.tool in (tool, "TRL" if tool == "alignment-handbook" else tool)
@@ -74,7 +74,7 @@ def test_a_file_is_converted_or_what_dtrain_cannot_express_is_named(tool, entry,
 
 
 @pytest.mark.processes  # those of data.num_workers, and of rewards that judge answers
-@pytest.mark.parametrize(("tool", "entry"), entries())
+@pytest.mark.parametrize(("tool", "entry"), list(entries()))
 def test_the_recipe_of_a_file_trains(tool, entry, root):
     """The recipe as the user would run it, except for its sizes."""
     made, _, _ = convert(entry, root)

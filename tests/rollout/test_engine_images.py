@@ -141,7 +141,7 @@ def test_images_that_a_model_cannot_take_are_refused():
     for words, wrong in bad.items():
         with pytest.raises(UserError, match=words):
             Engine(model).add(replace(request, images=wrong))
-    with pytest.raises(UserError, match="prompts with decoded images are for the native engine"):
+    with pytest.raises(UserError, match="requests to a server cannot have decoded images"):
         HttpEngine.generate(None, [text, request])
     config = models.parse_config(CASES["qwen3-vl"].config().to_dict())
     with pytest.raises(UserError, match="the request has images, and this model has no vision tower"):
