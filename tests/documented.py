@@ -52,7 +52,7 @@ ADDED = {
     "eval": ["--max-new-tokens", "4", "--limit", "2", "--device", "cpu"],
     "export": [],
     "plan": ["train.global_batch=16", "data.max_length=64"],
-    **dict.fromkeys(("validate", "convert", "ls", "cat", "cp", "env", "report", "compare"), []),
+    **dict.fromkeys(("validate", "convert", "ls", "cat", "cp", "env", "help", "report", "compare"), []),
 }
 """The commands that run as they stand, and what is added to them."""
 OTHERS = {"vllm": "vllm", "python -m sglang.launch_server": "sglang"}
