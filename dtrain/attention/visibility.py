@@ -64,12 +64,12 @@ class Visibility:
 
     @property
     def is_by_index(self) -> bool:
-        """Whether the mask is causal by index in every row, with or without a window."""
+        """True if query i sees the keys up to i, or the last `window` of them, in every row."""
         return self.query_positions is None
 
     @property
     def is_causal(self) -> bool:
-        """Whether the mask is causal by index, without a window that hides a key."""
+        """True for the plain causal mask: `is_by_index`, and no window hides a key."""
         return self.is_by_index and (self.window is None or self.window >= self.keys)
 
     def visible(self, queries: slice, device: torch.device) -> Tensor:

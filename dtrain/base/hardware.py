@@ -64,7 +64,7 @@ class DeviceFacts:
 
     @property
     def has_bfloat16(self) -> bool:
-        """Whether the GPU supports bfloat16 and flash attention, which come together."""
+        """True if the GPU supports bfloat16. The same GPUs support flash attention."""
         return self.capability >= BFLOAT16_CAPABILITY
 
     @property

@@ -58,7 +58,7 @@ def plugins(key: str) -> Mapping[str, str]:
 
 
 def is_import_path(name: str) -> bool:
-    """Return whether a name has the form of an import path.
+    """Check for the form of an import path.
 
     Example:
         >>> is_import_path("my_losses:focal"), is_import_path("my_losses.focal"), is_import_path("focal")

@@ -53,7 +53,7 @@ def complete(parser: argparse.ArgumentParser, commands: Mapping[str, Any], line:
     """Print the completions that a shell asks for, and end the process.
 
     Args:
-        parser: Parser of the whole command line.
+        parser: The top-level parser.
         commands: Parsers of the commands by name.
         line: The line, as far as the shell has it.
     """
@@ -106,8 +106,11 @@ def complete_key(prefix: str, ending: str = "=") -> list[str]:
         names: dict[str, None] = {}
         for key in keys:
             parts = key.split(".")
-            is_whole = len(parts) <= depth
-            names[f"{key}{ending}" if is_whole else f"{'.'.join(parts[:depth])}."] = None
+            if len(parts) <= depth:
+                names[f"{key}{ending}"] = None
+            else:
+                section = ".".join(parts[:depth])
+                names[f"{section}."] = None
         # A shell puts a blank after a single completion, so the keys of a single section are returned instead.
         is_single_section = len(names) == 1 and next(iter(names)).endswith(".")
         if not is_single_section:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from dtrain.base.errors import UserError
 from dtrain.base.json_files import read_json
-from dtrain.training.directory import ABOUT, is_locked, read_end
+from dtrain.training.directory import ABOUT, End, is_locked, read_end
 from dtrain.training.metrics import records
 from dtrain.training.metrics.terminal import printable
 
@@ -38,7 +38,7 @@ class ListedRun:
         state: running: a process has locked the directory. finished: all steps are done. stopped: by a signal, or the
             end is not known. failed: by an error, or the process was killed.
         step: The last step in the metrics. 0 before the first.
-        total_steps: Steps of the whole run. None if they are not known yet.
+        total_steps: Number of steps of the run. None if they are not known yet.
         loss: The loss of the last step. None before the first, and if it is not a number.
         size_bytes: Size of all files.
         updated: Time of the last change, in UTC.
@@ -166,7 +166,7 @@ def _describe(path: Path, directory: Path) -> ListedRun:
     return ListedRun(
         name=path.name if path == directory else str(path.relative_to(directory)),
         directory=str(path),
-        state=_state(path, last_step, total_steps),
+        state=_state(path, end, last_step, total_steps),
         step=last_step,
         total_steps=total_steps,
         loss=loss if loss is not None and records.is_plottable(loss) else None,
@@ -177,11 +177,17 @@ def _describe(path: Path, directory: Path) -> ListedRun:
     )
 
 
-def _state(path: Path, step: int, total_steps: int | None) -> State:
-    """Return the state of a run."""
+def _state(path: Path, end: End | None, step: int, total_steps: int | None) -> State:
+    """Return the state of a run.
+
+    Args:
+        path: The run's directory.
+        end: How the run says that it ended. None if it does not say so.
+        step: Its last step.
+        total_steps: Its number of steps. None if it is not known.
+    """
     if is_locked(path):
         return "running"
-    end = read_end(path)
     if end is not None:
         return end.state
     if total_steps is not None and step >= total_steps:

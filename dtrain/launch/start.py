@@ -151,21 +151,22 @@ def _with_checked_model(recipe: Recipe, world_size: int, has_own_loop: bool) -> 
     Raises:
         RecipeError: With all problems of the recipe.
     """
-
-    def find_problems() -> list[Problem]:
-        if not has_own_loop:
-            return preflight(recipe, world_size)
-        problems = preflight(recipe, world_size, until="models")
-        return [problem for problem in problems if not problem.is_missing or problem.key == "model.path"]
-
     recipe = with_local_model(recipe)
-    problems = find_problems()
+    problems = _find_problems(recipe, world_size, has_own_loop)
     if not problems and missing_problems(recipe):
         recipe = with_local_model(recipe, fetch=True)
-        problems = find_problems()
+        problems = _find_problems(recipe, world_size, has_own_loop)
     if problems:
         raise RecipeError(problems)
     return recipe
+
+
+def _find_problems(recipe: Recipe, world_size: int, has_own_loop: bool) -> list[Problem]:
+    """Return the problems of a recipe. Arguments are those of `_with_checked_model`."""
+    if not has_own_loop:
+        return preflight(recipe, world_size)
+    problems = preflight(recipe, world_size, until="models")
+    return [problem for problem in problems if not problem.is_missing or problem.key == "model.path"]
 
 
 def _print_imported_code(recipe: Recipe, is_printed: bool) -> None:

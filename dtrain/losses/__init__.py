@@ -4,6 +4,7 @@ head           losses from hidden states and the head's weight, one tile of logi
 logits         losses from logits in each layout: plain, vocabulary-parallel, DTensor
 token_options  losses of supervised fine-tuning: the table of names and options
 user_losses    losses of users, which a recipe names by an import path
+value_checks   the check of what a user's loss returns
 policy         policy-gradient losses: formulas, options, advantages
 preference     preference losses: of pairs (DPO), and of single replies that are marked good or bad (KTO)
 """

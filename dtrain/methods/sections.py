@@ -55,7 +55,7 @@ class Dpo:
     and no time. This pays where the run sees each pair more than once. These scores come from other batches, so they
     are rounded otherwise: `accuracy` is a toss-up in the first step, where policy and reference are the same."""
     sync_every: Annotated[int | None, at_least(1, ", or null for a reference that stands still")] = None
-    """The reference moves towards the policy every so many steps. null: it stands still."""
+    """The reference moves towards the policy every N steps. null: it does not change."""
     sync_mix: Annotated[float, UP_TO_1] = 0.6
     """Step of its move: reference = sync_mix · policy + (1 − sync_mix) · reference."""
     kwargs: dict[str, Any] = field(default_factory=dict)
@@ -82,7 +82,7 @@ class Kto:
     reference: str = "start"
     """As `dpo.reference`: start, base, or the path of a model of the same shapes."""
     sync_every: Annotated[int | None, at_least(1, ", or null for a reference that stands still")] = None
-    """The reference moves towards the policy every so many steps. null: it stands still."""
+    """The reference moves towards the policy every N steps. null: it does not change."""
     sync_mix: Annotated[float, UP_TO_1] = 0.6
     """Step of its move: reference = sync_mix · policy + (1 − sync_mix) · reference."""
 
@@ -123,12 +123,12 @@ class Distill:
     """`distill`: read by method distill."""
 
     teacher: str | None = None
-    """Required. The directory or hub id of a model with the student's vocabulary, of any size. It is frozen and lies
-    on the same mesh."""
+    """Required. The directory or hub id of a model with the student's vocabulary, of any size. It is frozen, and
+    sharded over the same mesh."""
     top_k: Annotated[
         int | None, (lambda v: 1 <= v < 2**31, "at least 1, below 2**31, or null for the whole vocabulary")
     ] = None
-    """Number of the teacher's likeliest tokens that count. null: all, exactly."""
+    """Compare only the teacher's k tokens with the highest probabilities. null: all tokens, exactly."""
     kl: Literal["forward", "reverse", "mixed", "jsd"] = "forward"
     """forward: KL(teacher || student), reverse: KL(student || teacher), mixed: both, jsd: the generalized
     Jensen-Shannon divergence (arXiv:2306.13649)."""
@@ -142,13 +142,13 @@ class Distill:
     """With `top_k`. true: the teacher is zero outside its top k, and what the student gives to other tokens counts
     against it. false: the student too is normalised over the teacher's top k, and free elsewhere."""
     samples: Literal["data", "student"] = "data"
-    """Whose completions are trained on. student: the data's rows are prompts, as under method grpo, and the student's
-    own answers are what it learns from, drawn as training goes on."""
+    """Whose completions are trained on. student: the data's rows are prompts, as under method grpo. The student
+    samples completions during training, and learns from these."""
     student_share: Annotated[float, (UP_TO_1[0], "more than 0, up to 1; distill.samples=data has none")] = 1.0
-    """The share of a step's samples that the student draws. The rest are the data's."""
+    """The share of a step's samples that the student generates. The rest are the data's."""
     prompts_per_step: Annotated[int | None, at_least(1, ", or null for those of a step")] = None
-    """Prompts of a rollout, a multiple of train.global_batch. null: as many, so that each step's samples are drawn by
-    the weights of that step."""
+    """Prompts of a rollout, a multiple of train.global_batch. null: as many, so that the weights of
+    each step sample its own completions."""
     sampling: Sampling = field(default_factory=Sampling)
     """Sampling of the student's completions."""
 

@@ -212,6 +212,5 @@ def _default_text(field: Field) -> str:
         value = field.default_factory()
     if isinstance(value, str):
         return value
-    if isinstance(value, list):
-        value = [asdict(entry) if is_dataclass(entry) and not isinstance(entry, type) else entry for entry in value]
-    return json.dumps(value).replace('"', "").replace("e-0", "e-")
+    # Entries of a list may be sections.
+    return json.dumps(value, default=asdict).replace('"', "").replace("e-0", "e-")

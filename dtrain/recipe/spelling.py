@@ -88,7 +88,9 @@ def example_hint(default: Any) -> str:
         >>> example_hint(1e-05), example_hint("auto")
         (', for example 1e-05', '')
     """
-    return f", for example {ranges.format_value(default)}" if _is_number(default) else ""
+    if not _is_number(default):
+        return ""
+    return f", for example {ranges.format_value(default)}"
 
 
 def _is_number(value: Any) -> bool:

@@ -268,7 +268,7 @@ def test_nothing_is_opened_before_the_first_row(sinks):
         ("[{name: 'no_such:Sink'}]", "metrics.sinks=no_such:Sink cannot be imported"),
         (
             "[{name: 'other_sinks:Half'}]",
-            "other_sinks:Half is no class of a sink: it has no method resume_at and",
+            "other_sinks:Half cannot be a sink, because it has no method resume_at and",
         ),
         ("[{name: 'my_sinks:CsvSink', kwargs: {fiel: x}}]", "CsvSink(run, **kwargs), and got an unexpected keyword"),
         ("[{kwargs: {a: 1}}]", "metrics.sinks[0].name is missing. Set it to tensorboard, wandb, trackio"),

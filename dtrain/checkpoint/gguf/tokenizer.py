@@ -259,7 +259,7 @@ def _adds_space(content: Mapping[str, Any]) -> bool:
             "a space after every special token or none at all, and splits nothing"
         )
     raise UserError(
-        f"normalizer: llama.cpp has none that does {step_types or 'nothing'} beside a pre_tokenizer {split}"
+        f"normalizer: llama.cpp has no tokenizer with the steps {step_types or '(none)'} and the pre_tokenizer {split}"
     )
 
 
@@ -354,7 +354,7 @@ def _set_types_of_added_tokens(vocabulary: Vocabulary, tokenizer: Tokenizer, nor
     keeping = set(_KEEP_SPACES)
     is_phi3 = stripping == matched - keeping and "</s>" in stripping and keeping <= matched
     if not is_phi3:
-        raise UserError(f"added_tokens: {min(stripping)!r} is rstrip, which llama.cpp knows as Phi-3 has it alone")
+        raise UserError(f"added_tokens: {min(stripping)!r} is rstrip. llama.cpp supports this only as Phi-3 uses it")
 
 
 def _set_special_tokens(vocabulary: Vocabulary, tokenizer: Tokenizer) -> None:

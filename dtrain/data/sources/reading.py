@@ -1,4 +1,4 @@
-"""How the rows of a source are read: renaming of columns, then a function of the user's that converts each row.
+"""Conversion of a source's rows: renaming of columns, then a user's function.
 
 `data.train.format` and the other keys `format` take one of dtrain's formats, or the import path of a function
 
@@ -33,7 +33,7 @@ _FUNCTION_ERRORS = (
 
 @dataclass(frozen=True)
 class RowReading:
-    """How the rows of a source are read.
+    """Conversion of a source's rows to a format of dtrain.
 
     Attributes:
         columns: dtrain's names of columns, each with the name that the files use.
@@ -110,7 +110,7 @@ class ReadFormat(NamedTuple):
 
     Attributes:
         name: One of dtrain's formats, or "auto".
-        reading: How rows are read before they are of this format.
+        reading: Conversion of the rows to this format.
     """
 
     name: str

@@ -21,7 +21,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dtrain.base.errors import UserError
 from dtrain.losses.head.softmax import (
     FormedSum,
     GradientCoefficients,
@@ -32,6 +31,7 @@ from dtrain.losses.head.softmax import (
 )
 from dtrain.losses.head.sources import HeadLogits, Scaling, tile_rows_of
 from dtrain.losses.head.vocabulary import UNSHARDED, Merged, Stats, VocabShard, compute_dtype, merge_over, on_shard
+from dtrain.losses.value_checks import check_loss_values
 
 TokenLossFn = Callable[[Tensor], Tensor]
 """A loss of single tokens: maps log-probabilities of targets [t] to losses [t].
@@ -268,13 +268,7 @@ def _with_slope(loss: TokenLossFn, logprobs: Tensor) -> tuple[Tensor, Tensor]:
     """
     logprobs = logprobs.detach().requires_grad_()
     values = loss(logprobs)
-    if not isinstance(values, Tensor) or values.shape != logprobs.shape:
-        returned = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
-        function = loss.func if isinstance(loss, partial) else loss
-        name = getattr(function, "__name__", function)
-        raise UserError(
-            f"the loss {name} must return one value per token, [{len(logprobs)}] for this "
-            f"call, and returned {returned}. dtrain adds the values up and divides by the number of tokens"
-        )
+    function = loss.func if isinstance(loss, partial) else loss
+    check_loss_values(getattr(function, "__name__", str(function)), values, logprobs.shape, "token")
     (slope,) = torch.autograd.grad(values.sum(), logprobs)
     return values.detach(), slope

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dtrain.base.errors import UserError
 from dtrain.base.ranges import name_hint
 from dtrain.losses.policy import formulas
 from dtrain.losses.policy.formulas import (
@@ -37,6 +36,7 @@ from dtrain.losses.policy.formulas import (
     off_policy_mask,
 )
 from dtrain.losses.policy.options import LOSSES, SHARED, PolicyLoss, find_loss, is_loss_name, problems
+from dtrain.losses.value_checks import check_loss_values
 
 
 @dataclass(frozen=True)
@@ -230,14 +230,7 @@ def _formula_of(loss: PolicyLoss) -> Callable[..., Surrogate]:
     def user_formula(tokens: Tokens, **options: Any) -> Surrogate:
         result = function(tokens, **options)
         surrogate = result if isinstance(result, Surrogate) else Surrogate(result)
-        per_token = surrogate.loss
-        if not isinstance(per_token, Tensor) or per_token.shape != tokens.logps.shape:
-            returned = list(per_token.shape) if isinstance(per_token, Tensor) else type(per_token).__name__
-            name = getattr(function, "__name__", function)
-            raise UserError(
-                f"the loss {name} must return one value per token, {list(tokens.logps.shape)} for this call, and "
-                f"returned {returned}. dtrain leaves out masked tokens, adds the values up and divides"
-            )
+        check_loss_values(getattr(function, "__name__", str(function)), surrogate.loss, tokens.logps.shape, "token")
         return surrogate
 
     return user_formula

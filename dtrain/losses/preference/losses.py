@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from dtrain.base.batch import IGNORE_INDEX
-from dtrain.base.errors import UserError
 from dtrain.base.ranges import name_hint
 from dtrain.losses.preference import formulas
 from dtrain.losses.preference.formulas import Pairs
 from dtrain.losses.preference.options import DIVERGENCE, LOSSES, PreferenceLoss, find_loss, is_loss_name, problems
+from dtrain.losses.value_checks import check_loss_values
 
 
 def preference_loss(
@@ -140,7 +140,7 @@ def combined_preference_loss(
                 options_of_loss[key] = options.get(key, default)
         losses = _formula_of(loss)(pairs, beta=beta, **options_of_loss)
         if name not in LOSSES:
-            _check_user_losses(name, losses, pairs)
+            check_loss_values(name, losses, pairs.chosen.shape, "pair")
         total = total + weight * losses
     return total
 
@@ -163,16 +163,6 @@ def _formula_of(loss: PreferenceLoss) -> Callable[..., Tensor]:
         return loss.function
     formula: Callable[..., Tensor] = getattr(formulas, loss.function)
     return formula
-
-
-def _check_user_losses(name: str, losses: Tensor, pairs: Pairs) -> None:
-    """Raise UserError if a user's loss did not return one value per pair. A mean would be counted as one pair."""
-    shape = list(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
-    if shape != list(pairs.chosen.shape):
-        raise UserError(
-            f"the loss {name} must return one value per pair, {list(pairs.chosen.shape)} for this call, and returned "
-            f"{shape}. dtrain adds the values up and divides by the number of pairs"
-        )
 
 
 class PreferenceWeights(NamedTuple):

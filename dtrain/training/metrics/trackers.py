@@ -86,7 +86,7 @@ class WeightsAndBiases:
         """Continue the W&B run, or start a new one if all steps are trained again."""
         import wandb  # optional
 
-        run_id = _kept_id(self._tracked.directory / "wandb-id.txt", step, uuid.uuid4().hex[:12])
+        run_id = _read_or_write_id(self._tracked.directory / "wandb-id.txt", step, uuid.uuid4().hex[:12])
         defaults = {"name": self._tracked.name, "dir": str(self._tracked.directory)}
         self._run = wandb.init(**defaults | self._options, id=run_id, resume="allow", config=dict(self._tracked.config))
         # The step is a field with its own axis: W&B's internal counter refuses rows of steps it has seen.
@@ -125,7 +125,7 @@ class Trackio:
         if self._is_local and new_name in SQLiteStorage.get_runs(self._options["project"]):
             # trackio continues the newest run of a name, so each run gets a name of its own within the project.
             new_name = f"{new_name}-{uuid.uuid4().hex[:6]}"
-        name = _kept_id(self._tracked.directory / "trackio-name.txt", step, new_name)
+        name = _read_or_write_id(self._tracked.directory / "trackio-name.txt", step, new_name)
         resume = "allow" if step else "never"
         self._run = trackio.init(**self._options | {"name": name}, resume=resume, config=dict(self._tracked.config))
         if step and self._is_local:
@@ -182,6 +182,7 @@ class Mlflow:
 
         # A client has no global active run, unlike mlflow.start_run, so it cannot meet one of the user's.
         self._client = MlflowClient(tracking_uri=self._tracking_uri)
+        # MLflow itself chooses the id of a run.
         id_file = self._tracked.directory / "mlflow-id.txt"
         if step and id_file.exists():
             self._run_id = id_file.read_text().strip()
@@ -189,7 +190,8 @@ class Mlflow:
             self._logged = self._steps_after(step)
             return
         self._run_id = self._create_run()
-        _kept_id(id_file, 0, self._run_id)
+        id_file.parent.mkdir(parents=True, exist_ok=True)
+        id_file.write_text(self._run_id)
 
     def _create_run(self) -> str:
         """Create a run with the recipe's keys as parameters. Return its id."""
@@ -251,7 +253,7 @@ class SwanLab:
         """Continue the SwanLab run, or start a new one if all steps are trained again."""
         import swanlab  # optional
 
-        run_id = _kept_id(self._tracked.directory / "swanlab-id.txt", step, uuid.uuid4().hex[:21])
+        run_id = _read_or_write_id(self._tracked.directory / "swanlab-id.txt", step, uuid.uuid4().hex[:21])
         handler = signal.getsignal(signal.SIGINT)
         self._run = swanlab.init(
             **self._options,
@@ -427,7 +429,7 @@ def _own_class_problems(entry: MetricSinkEntry, key: str) -> list[Problem]:
         return [Problem(f"{key}.name", f"{key}.name: {error}")]
     missing = [name for name in ("resume_at", "write", "close") if not callable(getattr(sink_class, name, None))]
     if missing:
-        text = f"{key}.name={path} is no class of a sink: it has no method {' and no '.join(missing)}"
+        text = f"{key}.name={path} cannot be a sink, because it has no method {' and no method '.join(missing)}"
         return [Problem(f"{key}.name", text, "docs/trackers.md shows such a class")]
     try:
         inspect.signature(sink_class).bind("run", **entry.kwargs)
@@ -464,7 +466,7 @@ def tagged(row: Row) -> dict[str, int | float]:
     return values
 
 
-def _kept_id(file: Path, step: int, new_id: str) -> str:
+def _read_or_write_id(file: Path, step: int, new_id: str) -> str:
     """Return the id in a file. If there is none, or all steps are trained again, write `new_id` to it first."""
     if step == 0 or not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)

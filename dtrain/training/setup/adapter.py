@@ -273,8 +273,12 @@ def _check_targets(config: AdapterConfig, layers: Sequence[str]) -> list[Problem
     known_names = [*linears, *EMBEDDING_AND_HEAD]
     problems = _check_expert_targets(config, expert_matrices)
     for key, entries in (("target", config.target), ("exclude", config.exclude)):
-        # Each name of a list is checked by itself. A text is one regular expression, all-linear or "".
-        patterns: list[_Pattern] = [entries] if isinstance(entries, str) else [(name,) for name in entries]
+        patterns: list[_Pattern] = []
+        if isinstance(entries, str):  # a regular expression, all-linear or ""
+            patterns.append(entries)
+        else:
+            for name in entries:
+                patterns.append((name,))
         for pattern in patterns:
             if not _matches_a_layer(pattern, known_names):
                 problems.append(_unmatched_problem(key, pattern, linears))
