@@ -150,7 +150,7 @@ class _Command(argparse.ArgumentParser):
 
 
 class _MainParser(_Command):
-    """The parser of the whole command line, whose help groups the commands by task.
+    """The top-level parser, whose help groups the commands by task.
 
     Attributes:
         summaries: The text of each command in the help.
@@ -161,11 +161,8 @@ class _MainParser(_Command):
     def format_help(self) -> str:
         width = min(100, shutil.get_terminal_size((100, 0)).columns)
         lines = [self.format_usage(), f"{self.description}"]
-        in_groups = [name for names in GROUPS.values() for name in names]
-        others = tuple(name for name in self.summaries if name not in in_groups)
-        groups = {**GROUPS, "other commands": others} if others else GROUPS
         column = max(len(name) for name in self.summaries) + 4
-        for title, names in groups.items():
+        for title, names in GROUPS.items():
             lines += ["", f"{title}:"]
             for name in names:
                 start = f"  {name}".ljust(column)
@@ -349,15 +346,15 @@ def _help(arguments: argparse.Namespace) -> None:
     if not arguments.topics:
         print(f"{parser.format_help()}\n{key_help.section_list()}")
         return
-    for number, topic in enumerate(arguments.topics):
-        texts = []
+    texts = []
+    for topic in arguments.topics:
         command = parser.commands.get(topic)
         if command is not None:
             texts.append(command.format_help().rstrip())
         # `eval` and `run` are commands and sections of a recipe.
         if command is None or key_help.is_section(topic):
             texts.append(key_help.describe(topic, parser.commands))
-        print("\n" * (number > 0) + "\n\n".join(texts))
+    print("\n\n".join(texts))
 
 
 def _cp(arguments: argparse.Namespace) -> None:

@@ -263,9 +263,9 @@ def test_nothing_is_opened_before_the_first_row(sinks):
 @pytest.mark.parametrize(
     ("entries", "told"),
     [
-        ("[{name: wandb}, {name: trackoi}]", "metrics.sinks=trackoi is unknown. Did you mean trackio?"),
+        ("[{name: wandb}, {name: trackoi}]", "metrics.sinks[1].name=trackoi is unknown. Did you mean trackio?"),
         ("[{name: 'my_sinks:CsvSnk'}]", "my_sinks has no CsvSnk. Did you mean my_sinks:CsvSink?"),
-        ("[{name: 'no_such:Sink'}]", "metrics.sinks=no_such:Sink cannot be imported"),
+        ("[{name: 'no_such:Sink'}]", "metrics.sinks[0].name=no_such:Sink cannot be imported"),
         (
             "[{name: 'other_sinks:Half'}]",
             "other_sinks:Half cannot be a sink, because it has no method resume_at and",

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtrain.base.errors import Problem, UserError
-from dtrain.base.plugins import import_object
+from dtrain.base.plugins import import_object, registered_path
 from dtrain.base.ranges import closest_name
 from dtrain.recipe.saved import flatten
 from dtrain.recipe.schema import Metrics, MetricSinkEntry
@@ -423,10 +423,11 @@ def _unknown_option(key: str, name: str, owner: str, known: Collection[str]) -> 
 def _own_class_problems(entry: MetricSinkEntry, key: str) -> list[Problem]:
     """Check that a user's class can be imported, has the methods of a sink, and takes `kwargs`."""
     path = str(entry.name)
+    name_key = f"{key}.name"
     try:
-        sink_class = import_object(path, SINKS_KEY, LIBRARIES)
+        sink_class = import_object(registered_path(path, SINKS_KEY), name_key, LIBRARIES)
     except UserError as error:
-        return [Problem(f"{key}.name", f"{key}.name: {error}")]
+        return [Problem(name_key, str(error))]
     missing = [name for name in ("resume_at", "write", "close") if not callable(getattr(sink_class, name, None))]
     if missing:
         text = f"{key}.name={path} cannot be a sink, because it has no method {' and no method '.join(missing)}"
