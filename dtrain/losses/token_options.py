@@ -37,7 +37,7 @@ LOSSES: Mapping[str, TokenLoss] = MappingProxyType(
 
 
 def is_loss_name(name: str) -> bool:
-    """Return whether `sft.loss` can have this value: a name of `LOSSES`, or a user's loss."""
+    """Check for a value of `sft.loss`: a name of `LOSSES`, or a user's loss."""
     return name in LOSSES or is_user_loss(name, "sft.loss")
 
 

@@ -27,11 +27,11 @@ from dtrain.base.plugins import import_object, is_import_path, plugins
 Row = TypeVar("Row")
 
 _FIRST_ARGUMENT = {"sft.loss": "the log-probabilities", "dpo.loss": "the pairs", "grpo.loss": "the tokens"}
-"""What dtrain gives to a loss, by the key that names it."""
+"""The first argument of a loss, by the key that names the loss."""
 
 
 def is_user_loss(name: str, key: str) -> bool:
-    """Return whether a name is an import path, or registered by an installed package for `key`.
+    """Check for an import path, or a name that an installed package registers for `key`.
 
     Example:
         >>> is_user_loss("my_losses:focal", "sft.loss"), is_user_loss("nll", "sft.loss")

@@ -97,7 +97,7 @@ _PATHS = (
 
 
 class Source(NamedTuple):
-    """What a recipe is read from.
+    """Origin of a recipe: the keys that it sets, and its file.
 
     Attributes:
         stem: Name of the file without its suffix. None without a file.
@@ -691,7 +691,7 @@ def _with_overrides(conversion: "Conversion", overrides: Sequence[str], sections
     for override in overrides:
         _apply(config, override, kind, problems)
     _unset_excluded(config, overrides)
-    # Mappings that are the value of one key, such as grpo.kwargs, stay whole.
+    # Mappings that are the value of one key, such as grpo.kwargs, are not flattened.
     names = list_keys(sections)
     values = _flatten_to(_to_tree(config), {*names, *conversion.values})
     positions = {name: position for position, name in enumerate(names)}

@@ -80,16 +80,19 @@ class TensorMismatch:
     advice: str
 
 
+EndState = Literal["finished", "stopped", "failed"]
+
+
 @dataclass(frozen=True)
 class End:
-    """How a run's last process ended.
+    """End of a run's last process.
 
     Attributes:
         state: finished: after the last step. stopped: by a signal. failed: by an error.
         error: First line of the error. None without one.
     """
 
-    state: Literal["finished", "stopped", "failed"]
+    state: EndState
     error: str | None = None
 
 
@@ -337,7 +340,7 @@ def read_end(directory: Path) -> End | None:
         state, error = entry["state"], entry.get("error")
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    if state not in get_args(End.__annotations__["state"]):
+    if state not in get_args(EndState):
         return None
     return End(state, error if isinstance(error, str) else None)
 

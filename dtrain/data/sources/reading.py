@@ -118,7 +118,7 @@ class ReadFormat(NamedTuple):
 
 
 def read_format(format: str, columns: Mapping[str, str], key: str) -> ReadFormat:
-    """Return what the keys `format` and `columns` of a source mean.
+    """Interpret the keys `format` and `columns` of a source.
 
     Args:
         format: The value of `format`.
@@ -135,7 +135,7 @@ def read_format(format: str, columns: Mapping[str, str], key: str) -> ReadFormat
 
 
 def is_function(format: str) -> bool:
-    """Return whether a format is the import path or the registered name of a function, not one of dtrain's."""
+    """Check for the import path or the registered name of a function, in place of one of dtrain's formats."""
     return format not in known_formats() and (is_import_path(format) or format in plugins(PLUGIN_KEY))
 
 

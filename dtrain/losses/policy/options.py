@@ -83,7 +83,7 @@ LOSSES: Mapping[str, PolicyLoss] = MappingProxyType(
 
 
 def is_loss_name(name: str) -> bool:
-    """Return whether `grpo.loss` can have this value: a name of `LOSSES`, or a user's loss."""
+    """Check for a value of `grpo.loss`: a name of `LOSSES`, or a user's loss."""
     return name in LOSSES or is_user_loss(name, "grpo.loss")
 
 

@@ -74,7 +74,7 @@ OFF: Mapping[str, Any] = MappingProxyType({"label_smoothing": 0.0, "f_divergence
 
 
 def is_loss_name(name: str) -> bool:
-    """Return whether `dpo.loss` can have this value: a name of `LOSSES`, or a user's loss."""
+    """Check for a value of `dpo.loss`: a name of `LOSSES`, or a user's loss."""
     return name in LOSSES or is_user_loss(name, "dpo.loss")
 
 

@@ -1,4 +1,4 @@
-"""Which keys of other tools change no number of a run: trackers, logs, saving, machines, profilers.
+"""Keys of other tools that change no number of a run: trackers, logs, saving, machines, profilers.
 
 A key that dtrain does not carry over stops a run, unless it is one of these. A key that nobody knows counts as one that
 changes numbers, because the opposite mistake would train something else without a word.

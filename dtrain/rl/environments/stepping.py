@@ -305,7 +305,7 @@ class Environments(Worker):
 
 
 def _is_success(outcome: Outcome) -> bool:
-    """Return whether the call succeeded and its environment still exists."""
+    """Check that the call succeeded and its environment still exists."""
     return "value" in outcome and "lost" not in outcome
 
 

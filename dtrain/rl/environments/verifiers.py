@@ -147,7 +147,7 @@ def load_tasks(name: str, args: Mapping[str, Any]) -> list[Any]:
 
 
 def _task_problem(task: Any) -> str | None:
-    """Return why dtrain cannot score a task from one completion. None if it can."""
+    """Return the obstacle to scoring a task from one completion. None without one."""
     import verifiers.v1 as vf
 
     task_class = type(task)

@@ -256,7 +256,7 @@ class Vllm:
         call("/v1/unload_lora_adapter", {"lora_name": name}, is_json=False, tries=1)
 
     def start_hint(self, rank: int) -> str:
-        """Return how to start a server that accepts adapters of rank `rank`, as a sentence for messages."""
+        """Return a sentence for messages: the command of a server that accepts adapters of rank `rank`."""
         max_rank = rank
         for allowed_rank in VLLM_RANKS:
             if allowed_rank >= rank:

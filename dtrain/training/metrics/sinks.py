@@ -74,7 +74,7 @@ def _step_of(line: bytes) -> float:
 
 
 class MetricSink(Protocol):
-    """What a class needs to be a tracker of `metrics.sinks`.
+    """Interface of the classes that `metrics.sinks` names.
 
     It is made as `Class(run, **kwargs)` on rank 0, with a `TrackedRun` and the `kwargs` of the recipe, when the run has
     its first row. A run that fails before that leaves nothing in the tracker.

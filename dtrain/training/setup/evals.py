@@ -149,7 +149,7 @@ def rewards_of(eval_set: EvalSet, files: Sequence[Path]) -> list[Reward]:
 
 
 def _reading_of(eval_set: EvalSet) -> RowReading:
-    """Return how the rows of a set are read."""
+    """Return the conversion of a set's rows."""
     section = eval_set.section
     return read_format(section.format, section.columns, f"{eval_set.key}.format").reading
 
