@@ -22,7 +22,7 @@ from dtrain.losses.policy import options as policy_options
 from dtrain.losses.preference import options as preference_options
 from dtrain.recipe import other_tools, spelling
 from dtrain.rl.rewards import catalog as rewards
-from dtrain.training import load_recipe, recipe_keys
+from dtrain.training import METHODS, load_recipe, recipe_keys
 from dtrain.training.resume import DIGESTS
 from tests.documented import MODELS, TINY, TINY_GRPO, Directory, tiny_model
 from tests.pages import ROOT, Command, Page, all_pages
@@ -62,6 +62,15 @@ SECTIONS_OF_OTHERS = {"env", "scheduler", "backend"}  # without a word for the w
 
 def page(path):
     return Page(ROOT / path)
+
+
+@pytest.fixture(autouse=True)
+def _own_methods():
+    """Remove the methods that a page's script registers when a command imports it in this process."""
+    methods = dict(METHODS)
+    yield
+    METHODS.clear()
+    METHODS.update(methods)
 
 
 @pytest.fixture(scope="module")
@@ -237,7 +246,6 @@ def first_words(table):
 
 def test_the_method_that_is_shown_trains(model, tmp_path, monkeypatch):
     from dtrain.methods import Method
-    from dtrain.training import METHODS
 
     (block,) = [block for block in page("dtrain/methods/README.md").blocks if "(Method)" in block.text]
     names = {}

@@ -12,6 +12,8 @@ from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
 
+from dtrain.base.errors import Problem
+
 Range = tuple[Callable[[Any], bool], str]
 """A check of a value that is not None, and a phrase for messages that describes the allowed values."""
 
@@ -86,6 +88,10 @@ class OutOfRange(NamedTuple):
     key: str
     value: Any
     expected: str
+
+    def to_problem(self) -> Problem:
+        """Return the problem that the value is."""
+        return Problem(self.key, f"{self.key}={format_value(self.value)} must be {self.expected}")
 
 
 def find_out_of_range(section: Any, prefix: str = "") -> list[OutOfRange]:

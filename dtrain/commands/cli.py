@@ -311,10 +311,11 @@ def _validate(arguments: argparse.Namespace) -> None:
 
 def _preview(arguments: argparse.Namespace) -> None:
     from dtrain import recipe as config
-    from dtrain.commands.preview import preview
     from dtrain.training.preflight import load, print_origin
 
     recipe = load(arguments.recipe, arguments.overrides)
+    from dtrain.commands.preview import preview  # loads torch, which a recipe with a wrong key does not need
+
     print_origin(recipe)
     with config.redacted_errors(recipe):
         preview(recipe, arguments.samples, hide=lambda text: config.redact(text, recipe))

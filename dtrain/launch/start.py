@@ -87,11 +87,11 @@ def validate(recipe: str | Path | Mapping, overrides: Sequence[str] = (), world_
 
     Raises:
         UserError: If the recipe cannot be read.
-        RecipeError: With all problems of the recipe's text if there are any. Otherwise with all problems that the
-            checks of values, models and data find.
+        RecipeError: With all problems of the recipe's text, and its values out of range, if the text has problems.
+            Otherwise with all problems that the checks of values, models and data find.
     """
     parsed, problems = recipe_and_problems(recipe, overrides)
-    refuse_text(problems)
+    refuse_text(parsed, problems)
     print_origin(parsed)
     is_here = world_size is None
     small = with_small_files(with_local_model(resolve_nproc(parsed)))

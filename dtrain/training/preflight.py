@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dtrain.base.errors import Problem, RecipeError
+from dtrain.base.ranges import find_out_of_range
 from dtrain.recipe import Recipe, redact
 from dtrain.recipe.saved import origin_notes_of
 from dtrain.training.hub_files import missing_problems, with_local_model
@@ -18,28 +19,33 @@ from dtrain.training.registry import recipe_and_problems
 if TYPE_CHECKING:
     from dtrain.training.dry_run import Depth
 
-UNCHECKED = "The values, the model and the data are checked once the recipe can be read."
+UNCHECKED = "The model, the data and the values that depend on each other are checked once the recipe can be read."
 
 
 def load(recipe: str | Path | Mapping, overrides: Sequence[str] = ()) -> Recipe:
     """Load a recipe as `load_recipe` does. Hub ids of models that are on this machine become the models' directories.
 
     Raises:
-        RecipeError: For problems of the recipe's text: unknown keys, wrong types, unknown choices. It is raised before
-            torch is imported, which takes seconds, and says that the rest was not checked.
+        RecipeError: For problems of the recipe's text, as in `refuse_text`.
     """
     loaded, problems = recipe_and_problems(recipe, overrides)
-    refuse_text(problems)
+    refuse_text(loaded, problems)
     return with_local_model(loaded)
 
 
-def refuse_text(problems: Sequence[Problem]) -> None:
-    """Raise RecipeError if the text of a recipe has problems.
+def refuse_text(recipe: Recipe, problems: Sequence[Problem]) -> None:
+    """Raise RecipeError if the text of a recipe has problems: unknown keys, wrong types, unknown choices.
 
-    The checks of the model, the data and the sizes would need values for the refused keys, and torch.
+    Values out of range are reported with them. The error is raised before torch is imported, which takes seconds. The
+    other checks would need torch, and values for the refused keys.
+
+    Args:
+        recipe: The recipe, with defaults in place of the refused values.
+        problems: The problems of its text.
     """
     if problems:
-        raise RecipeError(problems, UNCHECKED)
+        out_of_range = [wrong_value.to_problem() for wrong_value in find_out_of_range(recipe)]
+        raise RecipeError([*problems, *out_of_range], UNCHECKED)
 
 
 def print_origin(recipe: Recipe) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from dtrain import recipe as config
 from dtrain.base.errors import Problem, RecipeError
-from dtrain.base.ranges import format_value, plural
+from dtrain.base.ranges import plural
 from dtrain.data.model_directory import ModelDirectory
 from dtrain.data.rows.rows import Cursor, Rows
 from dtrain.recipe import Recipe, Sizes
@@ -43,9 +43,7 @@ class SizeFacts:
 def check_keys(inputs: RunInputs) -> list[Problem]:
     """Check the range of every value, the method's section, and the steps."""
     recipe, method = inputs.recipe, inputs.method
-    problems = []
-    for key, value, sentence in inputs.wrong_values:
-        problems.append(Problem(key, f"{key}={format_value(value)} must be {sentence}"))
+    problems = [wrong_value.to_problem() for wrong_value in inputs.wrong_values]
     problems += method.missing() + method.problems()
     steps, epochs = recipe.train.steps, recipe.train.epochs
     if steps is None and epochs is None:
