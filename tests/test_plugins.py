@@ -5,6 +5,7 @@ The package `outside` stands on PYTHONPATH. The distribution `installed` has ent
 
 import json
 import os
+import re
 import subprocess
 import sys
 import urllib.request
@@ -15,6 +16,7 @@ import torch
 import yaml
 
 from dtrain.base.errors import UserError
+from dtrain.base.plugins import plugins
 from dtrain.launch import validate
 from dtrain.models.read_config import parse_config
 from tests.running import assert_same_rows
@@ -86,6 +88,10 @@ method.poly = installed.methods:PolyMethod
 model.family.InstalledForCausalLM = installed.models:InstalledForCausalLM
 optimizer.name.slow = installed.optimizers:Slow
 rewards.short = installed.rewards:short
+metod.poly2 = installed.methods:PolyMethod
+sft.los.focal = installed.losses:focal
+optimiser.name.fast = installed.optimizers:Slow
+reward.long = installed.rewards:short
 """
 
 SCRIPT = """
@@ -228,6 +234,15 @@ def installed(world) -> str:
     return recipe
 
 
+@pytest.fixture
+def importable(world, monkeypatch):
+    """The packages are importable, and installed, in this process."""
+    monkeypatch.syspath_prepend(world.root / "packages")
+    plugins.cache_clear()
+    yield
+    plugins.cache_clear()
+
+
 def assert_same_run(world: World, name: str, expected: str) -> None:
     """Check that two runs have the same losses and gradient norms in float64."""
     rows = world.rows(expected)
@@ -297,6 +312,31 @@ def test_the_other_commands_know_plugins(world, installed):
     assert "Did you mean slow?" in world.refused("validate", installed, "optimizer.name=slo")
 
 
+def test_help_knows_the_keys_of_plugins(world):
+    assert re.match(
+        r"poly.epsilon\n\n +type +number\n +default +1.0\n\n +Weight of", world.dtrain("help", "poly.epsilon")
+    )
+    assert "poly.epsilon  1.0" in world.dtrain("help", "poly")
+    assert "did you mean `dtrain help poly.epsilon`?" in world.refused("help", "poly.epsilom")
+
+
+@pytest.mark.parametrize(
+    ("key", "override"),
+    [
+        ("metod.poly2", "method=poly2"),
+        ("sft.los.focal", "sft.loss=focal"),
+        ("optimiser.name.fast", "optimizer.name=fast"),
+        ("reward.long", "grpo.rewards=[{fn: long}]"),
+    ],
+)
+@pytest.mark.usefixtures("importable")
+def test_a_name_that_is_registered_for_a_misspelt_key(world, key, override):
+    recipe = world.recipe("misspelt", "outside", method="grpo" if "grpo" in override else "sft")
+    with pytest.raises(UserError) as raised:
+        validate(recipe, [override])
+    assert f"; an installed package registers {key}, which should be " in str(raised.value)
+
+
 def test_serve(world, outside):
     options = ["--port", "0", "--device", "cpu", "--max-length", "20"]
     command = [sys.executable, "-m", "dtrain", "serve", "runs/outside", *options]
@@ -341,6 +381,8 @@ def test_a_teacher_of_a_family_from_outside(world, outside):
         ("poly.epsilon=much", "poly.epsilon=much must be a number"),
         ("method=outside.methods:Gone", "method=outside.methods:Gone: outside.methods has no Gone"),
         ("method=nowhere:Gone", "method=nowhere:Gone cannot be imported: No module named 'nowhere'"),
+        ("method=outside.methos:PolyMethod", "'outside.methos'. Did you mean outside.methods:PolyMethod?"),
+        ("method=outsid.methods.PolyMethod", "'outsid'. Did you mean outside.methods.PolyMethod?"),
         ("method=outside.methods:NOT_A_METHOD", "is not a method. Derive a class from dtrain.methods.Method"),
         ("method=outside.methods:SftMethod", "its section cannot be named sft. Set SftMethod.name to another"),
         ("model.family=outside.models:Gone", "defines no Gone"),
@@ -348,8 +390,8 @@ def test_a_teacher_of_a_family_from_outside(world, outside):
         ("model.family=outside.models:LlamaForCausalLM", "dtrain has a family LlamaForCausalLM"),
     ],
 )
-def test_mistakes(world, outside, override, message, monkeypatch):
-    monkeypatch.syspath_prepend(world.root / "packages")
+@pytest.mark.usefixtures("importable")
+def test_mistakes(outside, override, message):
     with pytest.raises(UserError) as raised:
         validate(outside, [override])
     assert message in str(raised.value)

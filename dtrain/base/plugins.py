@@ -15,12 +15,14 @@ Every process reads the same metadata of installed packages, so a plugin has the
 every rank. Nothing of a package is imported until a recipe uses one of its names. Imports no torch.
 """
 
+import pkgutil
 import re
 import sys
 from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -55,6 +57,20 @@ def plugins(key: str) -> Mapping[str, str]:
             raise UserError(f"{text}. Uninstall one of them, or set {key} to an import path")
         found[name] = entry_point.value
     return MappingProxyType(found)
+
+
+def misspelt_key_hint(name: str, key: str) -> str:
+    """Return the end of a message about an unknown name, if a package registers the name for a misspelt key.
+
+    Args:
+        name: The unknown name, such as "focal".
+        key: The recipe's key, such as "sft.loss". An entry point `sft.los.focal` is found.
+    """
+    for entry_point in entry_points(group=GROUP):
+        entry_key, _, entry_name = entry_point.name.rpartition(".")
+        if entry_name == name and entry_key != key and closest_name(entry_key, [key]):
+            return f"; an installed package registers {entry_point.name}, which should be {key}.{name}"
+    return ""
 
 
 def is_import_path(name: str) -> bool:
@@ -143,20 +159,24 @@ def import_object(path: str, key: str, known: Iterable[str] = ()) -> Any:
         >>> import_object("math:sqrt", "sft.loss")
         <built-in function sqrt>
     """
-    registered = plugins(re.sub(r"\[\d+\]", "", key))
+    plugin_key = re.sub(r"\[\d+\]", "", key)
+    registered = plugins(plugin_key)
     import_path = registered.get(path, path)
     if not is_import_path(import_path):
         names = [*known, *registered]
         near = closest_name(path, names)
         hint = f" Did you mean {near}?" if near else ""
         choices = ", ".join([*names, "an import path such as package.module:Name"])
-        raise UserError(f"{key}={path} is unknown.{hint} Known: {choices}")
+        raise UserError(f"{key}={path} is unknown{misspelt_key_hint(path, plugin_key)}.{hint} Known: {choices}")
     module_name, name = split_import_path(import_path)
     sys.path[:] = import_search_path()
     try:
         module = import_module(module_name)
     except ImportError as error:
         fix = "Its module must be in the working directory, on PYTHONPATH or installed"
+        near = _similar_module(module_name, error)
+        if near:
+            fix = f"Did you mean {near}{import_path.removeprefix(module_name)}?"
         raise UserError(f"{key}={path} cannot be imported: {error}. {fix}") from error
     except SyntaxError as error:
         raise UserError(f"{key}={path} cannot be imported: {error.filename}:{error.lineno}: {error.msg}") from error
@@ -165,3 +185,24 @@ def import_object(path: str, key: str, known: Iterable[str] = ()) -> Any:
         hint = f"Did you mean {module_name}:{near}?" if near else "Check the name after the module."
         raise UserError(f"{key}={path}: {module_name} has no {name}. {hint}")
     return getattr(module, name)
+
+
+def _similar_module(module: str, error: ImportError) -> str | None:
+    """Return the existing module that a mistyped one probably means, from the modules next to it.
+
+    Args:
+        module: The module, such as "my_package.lossses".
+        error: The error of its import. There is no similar module if the import of something else failed.
+    """
+    missing = error.name
+    if not isinstance(error, ModuleNotFoundError) or missing is None or not f"{module}.".startswith(f"{missing}."):
+        return None
+    parent, _, name = missing.rpartition(".")
+    locations = sys.path
+    if parent:
+        spec = find_spec(parent)
+        locations = spec.submodule_search_locations or [] if spec else []
+    near = closest_name(name, [found.name for found in pkgutil.iter_modules(locations)])
+    if near is None:
+        return None
+    return module.replace(missing, f"{parent}.{near}" if parent else near, 1)

@@ -1,5 +1,6 @@
-"""`dtrain help KEY`: the documentation of a recipe's keys, sections and metrics in the terminal. Imports no torch.
+"""`dtrain help KEY`: the documentation of a recipe's keys, sections and metrics in the terminal.
 
+Imports no torch, except for the keys of a method that an installed package registers (base/plugins.py).
 `dtrain help` with the name of a command is handled by `cli`, which has the parsers of the commands.
 """
 
@@ -9,6 +10,7 @@ import textwrap
 from collections.abc import Collection, Iterator, Sequence
 
 from dtrain.base.errors import UserError
+from dtrain.base.plugins import plugins
 from dtrain.base.ranges import closest_name
 from dtrain.recipe import list_shipped_recipes, spelling
 from dtrain.recipe.key_docs import FoundKey, iterate_keys, section_text
@@ -36,7 +38,8 @@ def describe(word: str, commands: Collection[str] = ()) -> str:
         UserError: If dtrain has nothing of this name.
     """
     name = word.lstrip("-").partition("=")[0].replace("-", "_")
-    keys = _all_keys()
+    section = _without_numbers(name).partition(".")[0]
+    keys = _all_keys(section)
     parts = _find_documented(name, keys)
     field = find_field(name)
     if field is not None:
@@ -46,7 +49,10 @@ def describe(word: str, commands: Collection[str] = ()) -> str:
         parts.append(recipe)
     if not parts:
         explanation = spelling.explain_unknown_key(name)
-        if explanation is None:
+        last_part = name.rpartition(".")[2]
+        # Another tool's `epsilon` is no explanation of the key `poly.epsilon` of a method that is not installed.
+        is_guess = "." in name and explanation == spelling.explain_unknown_key(last_part)
+        if explanation is None or (is_guess and all(found.key != section for found in keys)):
             raise UserError(_unknown_text(word, name, keys, commands))
         parts.append(_fill(f"{word}: {explanation}", ""))
         own_key = re.search(r"[a-z_]+(\.[a-z_]+)+", explanation)
@@ -55,9 +61,10 @@ def describe(word: str, commands: Collection[str] = ()) -> str:
     return "\n\n".join(parts)
 
 
-def _all_keys() -> list[FoundKey]:
-    """Return every key of a recipe for any method."""
-    return list(iterate_keys(make_recipe_type(SECTIONS, SECTIONS)))
+def _all_keys(plugin: str = "") -> list[FoundKey]:
+    """Return every key of a recipe for any method of dtrain, and for the method `plugin` if a package registers it."""
+    sections = SECTIONS.with_method(plugin) if plugin in plugins("method") else SECTIONS
+    return list(iterate_keys(make_recipe_type(sections, sections)))
 
 
 def _find_documented(name: str, keys: Sequence[FoundKey]) -> list[str]:
@@ -147,6 +154,9 @@ def _unknown_text(word: str, name: str, keys: Sequence[FoundKey], commands: Coll
     # The last parts come after the full keys, so that `optimizer.lrr` is compared with optimizer.lr.
     last_parts = [key.rpartition(".")[2] for key in names]
     near = closest_name(name, list(dict.fromkeys([*names, *last_parts, *commands])))
+    last_part = name.rpartition(".")[2]
+    if near is None and spelling.explain_unknown_key(last_part):
+        near = last_part
     hint = (
         f"did you mean `dtrain help {near}`?"
         if near

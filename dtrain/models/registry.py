@@ -24,6 +24,7 @@ from dtrain.base.plugins import (
     import_object,
     importable_module,
     is_import_path,
+    misspelt_key_hint,
     plugins,
     registered_path,
     split_import_path,
@@ -110,7 +111,7 @@ def register_family(name: str) -> str:
     if not is_import_path(import_path):
         near = closest_name(name, plugins(FAMILY_KEY))
         hint = f"Did you mean {near}?" if near else "Set it to an import path such as package.module:Class"
-        raise UserError(f"{FAMILY_KEY}={name} is not a family. {hint}")
+        raise UserError(f"{FAMILY_KEY}={name} is not a family{misspelt_key_hint(name, FAMILY_KEY)}. {hint}")
     module, architecture = split_import_path(import_path)
     existing = FAMILIES.get(architecture)
     if existing is None or not existing.module.startswith("dtrain."):

@@ -20,6 +20,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from dtrain.base import ranges
 from dtrain.base.errors import Problem
+from dtrain.base.plugins import misspelt_key_hint
 from dtrain.base.ranges import closest_name
 from dtrain.recipe import spelling
 from dtrain.recipe.saved import UNSET, flatten, is_named_sections, named_section_type
@@ -268,6 +269,9 @@ def _choice_hint(dotted: str, value: Any, choices: Collection[str], dtrain_value
     if hint:
         return hint
     hint = spelling.pasted_character_hint(value)  # a pasted character explains more than a similar name
+    if hint:
+        return hint
+    hint = misspelt_key_hint(str(value), dotted)
     if hint:
         return hint
     near = closest_name(str(value), choices)

@@ -15,6 +15,7 @@ from types import NoneType
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 from dtrain.base import ranges
+from dtrain.base.plugins import misspelt_key_hint
 
 _HINTS = tomllib.loads(Path(__file__).with_name("error_hints.toml").read_text(encoding="utf-8"))
 _TYPE_WORDS = {
@@ -231,7 +232,7 @@ def value_hint(key: str, value: str, known: Collection[str]) -> str:
     near = find_dtrain_value(key, value)
     if near:
         return f"; did you mean {near}?"
-    return method_hint(key, value) or ranges.name_hint(value, known)
+    return method_hint(key, value) or misspelt_key_hint(value, key) or ranges.name_hint(value, known)
 
 
 def method_hint(key: str, value: Any) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dtrain.base.errors import Problem
-from dtrain.base.plugins import is_import_path
+from dtrain.base.plugins import REWARDS_KEY, is_import_path, misspelt_key_hint
 from dtrain.base.ranges import closest_name, is_number, magnitude_hint
 from dtrain.recipe import spelling
 from dtrain.recipe.rollouts import Reward, RolloutSection
@@ -285,7 +285,8 @@ def reward_problems(listed: Sequence[Reward], rewards_key: str = "grpo.rewards")
                 hint = f"did you mean {near}?"
             else:
                 hint = f"there are {', '.join(rewards.reward_paths())}, and import paths"
-            problems.append(Problem(fn_key, f"{fn_key}={name} is not a reward; {hint}"))
+            misspelt_key = misspelt_key_hint(name, REWARDS_KEY)
+            problems.append(Problem(fn_key, f"{fn_key}={name} is not a reward{misspelt_key}; {hint}"))
         for option in rewards.JUDGE_OPTIONS:
             if getattr(reward, option) is not None and name != "judge":
                 text = f"{key}.{option} is read only by fn=judge"

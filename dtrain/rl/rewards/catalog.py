@@ -21,7 +21,7 @@ from typing import Any
 
 from dtrain.base.errors import UserError
 from dtrain.base.name_patterns import pattern_error
-from dtrain.base.plugins import REWARDS_KEY, plugins
+from dtrain.base.plugins import REWARDS_KEY, misspelt_key_hint, plugins
 from dtrain.base.processes import import_search_path
 from dtrain.base.ranges import NUMBER, Range, closest_name, is_finite
 
@@ -85,7 +85,9 @@ def find_function_and_file(name: str, kind: str = "reward") -> tuple[str, str, s
     if not module or not function:
         near = closest_name(name, known)
         hint = f"did you mean {near}?" if near else f"there are {', '.join(known) or 'none by name'}"
-        raise UserError(f"{kind} {name}: no {kind} has this name; {hint} (an import path has the form module.function)")
+        misspelt_key = misspelt_key_hint(name, REWARDS_KEY) if kind == "reward" else ""
+        text = f"{kind} {name}: no {kind} has this name{misspelt_key}; {hint}"
+        raise UserError(f"{text} (an import path has the form module.function)")
     if not all(map(str.isidentifier, module.split("."))) or function == "py":
         if function == "py":  # the path of a file, without a function
             module, function = path.rpartition(".")[0], "function"

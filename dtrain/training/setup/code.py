@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dtrain.base.errors import Problem, UserError
-from dtrain.base.plugins import REWARDS_KEY, is_import_path, plugins, registered_path
+from dtrain.base.plugins import REWARDS_KEY, is_import_path, misspelt_key_hint, plugins, registered_path
 from dtrain.base.ranges import closest_name
 from dtrain.data.sources.files import source_entries
 from dtrain.data.sources.reading import PLUGIN_KEY
@@ -75,10 +75,14 @@ def unknown_name(key: str, name: str, known: Sequence[str], *, plugin_key: str |
         plugin_key: Key of the names that installed packages register. None: `key`.
     """
     key_without_index = re.sub(r"\[\d+\]", "", key)
-    names = [*known, *plugins(plugin_key or key_without_index)]
+    plugin_key = plugin_key or key_without_index
+    names = [*known, *plugins(plugin_key)]
     if name in names or is_import_path(name):
         return []
     text = f"{key}={name} is not one of {', '.join(names)}"
+    misspelt_key = misspelt_key_hint(name, plugin_key)
+    if misspelt_key:
+        return [Problem(key, f"{text}{misspelt_key}")]
     near = spelling.find_dtrain_value(key_without_index, name) or closest_name(name, names)
     if near:
         return [Problem(key, text, f"Did you mean {near}?")]
