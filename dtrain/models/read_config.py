@@ -5,6 +5,7 @@ family reads its own fields (`CausalLM.read`). `common.model_fields` reads what 
 the rotary embedding. torch is loaded with the family, when a file names it.
 """
 
+import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -183,6 +184,23 @@ def _architecture(values: dict[str, Any], where: str) -> str:
         if isinstance(name, str) and name in families():
             return name
     shown_names = " or ".join(map(str, names[:5]))[:200]
-    known = ", ".join(families())
     own = "For a family of your own, set model.family, or --family of a command, to its import path"
-    raise UserError(f"{where}: architecture {shown_names} is not supported; there are: {known}. {own}")
+    similar = _similar_architectures(str(names[0])) if names else []
+    known = "docs/models.md lists dtrain's families"
+    if similar:
+        known = f"Similar families of dtrain are {', '.join(similar)}; docs/models.md lists all"
+    raise UserError(f"{where}: architecture {shown_names} is not supported. {own}. {known}")
+
+
+def _similar_architectures(name: str) -> list[str]:
+    """Return up to three known architectures whose names are similar, compared without ends such as ForCausalLM.
+
+    Example:
+        >>> _similar_architectures("Gemma2ForCausalLM")
+        ['Gemma4ForCausalLM', 'Gemma3ForCausalLM']
+    """
+    architectures: dict[str, str] = {}
+    for known in families():
+        architectures.setdefault(known.partition("For")[0], known)
+    close = difflib.get_close_matches(name.partition("For")[0], architectures)
+    return [architectures[stem] for stem in close]

@@ -81,7 +81,7 @@ def test_without_its_row_it_is_refused_and_its_fields_are_its_own(root, monkeypa
     with pytest.raises(UserError, match=f"{NAME} with\n  - layer_norm_eps 'x': must be a number"):
         models.parse_config({**json.loads((path / "config.json").read_text()), "layer_norm_eps": "x"})
     monkeypatch.delitem(FAMILIES, NAME)
-    with pytest.raises(UserError, match=f"architecture {NAME} is not supported; there are: LlamaForCausalLM, "):
+    with pytest.raises(UserError, match=f"architecture {NAME} is not supported. For a family of your own, set"):
         models.read_config(path)
 
 
