@@ -125,8 +125,8 @@ def test_harmless_fields_change_nothing():
         (
             LLAMA_2_7B,
             {"architectures": ["Qwen2MoeForCausalLM"]},
-            "architecture Qwen2MoeForCausalLM is not supported. For a family of your own, set model.family, or --family of "
-            "a command, to its import path. Similar families of dtrain are Qwen3MoeForCausalLM, ",
+            "architecture Qwen2MoeForCausalLM is not supported. For a family of your own, set model.family, or "
+            "--family of a command, to its import path. Similar families of dtrain are Qwen3MoeForCausalLM, ",
         ),
         (
             LLAMA_2_7B,
