@@ -303,6 +303,22 @@ SCHEDULES = [
 ]
 
 
+def test_cosine_with_min_lr_needs_its_lowest_rate_as_in_transformers():
+    text = f"{BARE['TRL']}\nmax_steps: 3\nlr_scheduler_type: cosine_with_min_lr"
+    with pytest.raises(ValueError, match="One of min_lr or min_lr_rate should be set"):
+        transformers.get_scheduler("cosine_with_min_lr", torch.optim.SGD([torch.ones(1)], 1.0), 0, 3)
+    (lost,) = converted(text).lost
+    assert lost.key == "lr_scheduler_kwargs" and lost.changes_numbers and "scheduler.min_lr_ratio" in lost.reason
+
+
+def test_trackers_of_trl_are_named_and_a_project_counts_only_if_wandb_is_on():
+    made = converted(f"{BARE['TRL']}\nreport_to: [wandb, trackio]\nwandb_project: mine")
+    assert made.values["metrics.wandb"] == "mine"
+    assert [lost.reason for lost in made.lost] == ["metrics.sinks=[{name: trackio}] logs there"]
+    made = converted(f"{BARE['TRL']}\nreport_to: tensorboard\nwandb_project: mine")
+    assert "metrics.wandb" not in made.values and not made.lost
+
+
 def rates(scheduler, optimizer, steps):
     found = []
     for _ in range(steps):

@@ -39,7 +39,6 @@ NEEDLESS = (
     "data_seed",
     "padding_free",
     "do_eval",
-    "report_to",
     "ddp_timeout",
     "save_only_model",
     "eval_sample_packing",
@@ -49,6 +48,9 @@ NEEDLESS = (
     "hub_strategy",
     "hub_private_repo",
 )
+
+TRACKERS = ("wandb", "trackio", "mlflow", "swanlab")
+"""Names in `report_to` that are names of `metrics.sinks`, too. tensorboard is on by default."""
 
 COMPLETIONS_ONLY = (
     "where rows hold a prompt and a completion, TRL trains on the completion only: data.loss_on=completion"
@@ -81,6 +83,7 @@ def convert_training(
     convert_schedule(draft, rounding=rounding)
     convert_validation(draft)
     convert_saving(draft)
+    convert_trackers(draft)
     convert_revision(draft)
 
 
@@ -159,7 +162,7 @@ def convert_schedule(draft: Draft, *, rounding: Literal["up", "axolotl"]) -> Non
     source = "lr_scheduler_type" if "lr_scheduler_type" in draft.file else "lr_scheduler"
     if name is not None:
         draft.put("scheduler.name", name, source)
-    _convert_lowest_rate(draft)
+    _convert_lowest_rate(draft, name)
     steps = draft.take_number("warmup_steps", default=None)
     fraction = draft.take_number("warmup_ratio", default=None)
     if name == "constant":
@@ -215,10 +218,14 @@ def _convert_warmup_fraction(draft: Draft, fraction: float, is_given: bool, roun
     draft.set("scheduler.warmup_steps", count, f"{fraction:g} of train.steps, as {draft.version} rounds it")
 
 
-def _convert_lowest_rate(draft: Draft) -> None:
+def _convert_lowest_rate(draft: Draft, name: Any) -> None:
     """Write the learning rate, and the final learning rate as a share of it.
 
     The file may set the final learning rate as a rate, or as a share.
+
+    Args:
+        draft: The draft.
+        name: The file's schedule.
     """
     draft.rename({"learning_rate": "optimizer.lr"})
     rate = draft.effective("optimizer.lr")
@@ -228,9 +235,14 @@ def _convert_lowest_rate(draft: Draft) -> None:
         ratio = lowest / rate
     if ratio is not None:
         draft.put("scheduler.min_lr_ratio", ratio, "lr_scheduler_kwargs")
-    for name in draft.section("lr_scheduler_kwargs"):
-        if name not in ("min_lr_rate", "min_lr"):
-            draft.lose(f"lr_scheduler_kwargs.{name}", "scheduler.kwargs takes the arguments of an import path's class")
+    elif name == "cosine_with_min_lr":
+        reason = f"transformers refuses {name} without min_lr or min_lr_rate; set scheduler.min_lr_ratio"
+        draft.lose("lr_scheduler_kwargs", reason, "scheduler.min_lr_ratio")
+    for option in draft.section("lr_scheduler_kwargs"):
+        if option not in ("min_lr_rate", "min_lr"):
+            draft.lose(
+                f"lr_scheduler_kwargs.{option}", "scheduler.kwargs takes the arguments of an import path's class"
+            )
 
 
 def convert_validation(draft: Draft) -> None:
@@ -269,6 +281,20 @@ def convert_saving(draft: Draft) -> None:
     if strategy in ("no", False):
         draft.take("save_steps")
         draft.put("checkpoint.every", None, "save_strategy")
+
+
+def convert_trackers(draft: Draft) -> None:
+    """List the trackers of `report_to` as lost, except for a wandb project, which has an alias."""
+    if not draft.given("report_to"):
+        return
+    names = draft.take_list("report_to")
+    if "wandb" not in names and "all" not in names:
+        draft.ignore("wandb_project")
+    has_project = draft.given("wandb_project")
+    trackers = [name for name in names if name in TRACKERS and not (name == "wandb" and has_project)]
+    if trackers:
+        entries = ", ".join(f"{{name: {name}}}" for name in trackers)
+        draft.lose("report_to", f"metrics.sinks=[{entries}] logs there", is_harmless=True)
 
 
 def convert_validation_split(draft: Draft, *names: str) -> None:
