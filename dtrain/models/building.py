@@ -159,9 +159,16 @@ def _standard_normal(index: Tensor, key: int) -> Tensor:
 
 def build_on_meta(config: ModelConfig) -> CausalLM:
     """Return the model of `config` on the meta device."""
+    cls = load_class(config.architecture) if config.transformers is None else _transformers_class()
     with torch.device("meta"):
-        model: CausalLM = load_class(config.architecture)(config)
+        model: CausalLM = cls(config)
     return model
+
+
+def _transformers_class() -> type[CausalLM]:
+    from dtrain.models.transformers.model import TransformersCausalLM  # loads transformers
+
+    return TransformersCausalLM
 
 
 def adaptable_shapes(config: ModelConfig) -> dict[str, Shape]:

@@ -9,6 +9,7 @@ import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,9 @@ MAX_PARAMETERS = 10**14
 """A config with more parameters than this is taken for a mistake."""
 
 
-def read_config(directory: str | Path, labels: int | None = None, vision: bool = False) -> ModelConfig:
+def read_config(
+    directory: str | Path, labels: int | None = None, vision: bool = False, implementation: str = "auto"
+) -> ModelConfig:
     """Read the config of the model in a directory.
 
     Args:
@@ -33,6 +36,8 @@ def read_config(directory: str | Path, labels: int | None = None, vision: bool =
         labels: None if the model must be a language model. n for a classifier of n outputs, which may start from a
             language model. 0 for a classifier of any number of outputs or a language model, whichever the files are.
         vision: Whether to read the vision tower too, of a model that has one.
+        implementation: "native" for dtrain's own model, "transformers" for that of the transformers library. "auto":
+            dtrain's own model if there is one.
 
     Raises:
         UserError: With everything that cannot be used.
@@ -43,7 +48,7 @@ def read_config(directory: str | Path, labels: int | None = None, vision: bool =
         raise UserError(_no_directory(str(directory)))
     if not path.exists():
         raise UserError(f"{directory} has no config.json: model.path must be a model's directory{_instead(directory)}")
-    return parse_config(read_json(path), str(path), labels, vision)
+    return parse_config(read_json(path), str(path), labels, vision, implementation)
 
 
 _GGUF = "dtrain reads no GGUF, the files of llama.cpp: give the original model, config.json with *.safetensors"
@@ -79,7 +84,11 @@ def _no_directory(name: str) -> str:
 
 
 def parse_config(
-    values: dict[str, Any], where: str = "config.json", labels: int | None = None, vision: bool = False
+    values: dict[str, Any],
+    where: str = "config.json",
+    labels: int | None = None,
+    vision: bool = False,
+    implementation: str = "auto",
 ) -> ModelConfig:
     """Return the config that the fields of a config.json describe.
 
@@ -88,10 +97,13 @@ def parse_config(
         where: Name of the file in errors.
         labels: As in `read_config`.
         vision: As in `read_config`.
+        implementation: As in `read_config`.
 
     Raises:
         UserError: With everything that cannot be used.
     """
+    if implementation == "transformers" or (implementation == "auto" and not _is_native(values)):
+        return _transformers_config(values, where, labels, implementation)
     written_outputs = num_classifier_outputs(values)
     classifier = None
     if written_outputs is not None:
@@ -122,6 +134,35 @@ def parse_config(
     return config
 
 
+def _is_native(values: Mapping[str, Any]) -> bool:
+    """Check whether dtrain has a model of its own for the fields of a config.json."""
+    names = _architecture_names(values)
+    return any(name in families() or architecture_of_classifier(name) is not None for name in names)
+
+
+def _transformers_config(values: dict[str, Any], where: str, labels: int | None, implementation: str) -> ModelConfig:
+    """Return the config of a model of the transformers library. The arguments are those of `parse_config`."""
+    if find_spec("transformers") is None:
+        if implementation == "auto":
+            raise UserError(_unsupported(values, where))
+        text = "model.implementation=transformers needs the transformers library: pip install 'dtrain[transformers]'"
+        raise UserError(text)
+    from dtrain.models.transformers.config import read_transformers_config  # loads transformers
+
+    problems: list[str] = []
+    stem = str(next(iter(_architecture_names(values)), "")).removesuffix("ForSequenceClassification")
+    written_outputs = None
+    if stem in values.get("architectures", ()) or not stem:
+        config = read_transformers_config(values, where)
+    else:
+        written_outputs = _num_outputs(values)
+        config = read_transformers_config({**values, "architectures": [f"{stem}ForCausalLM"]}, where)
+    config = _with_classifier_head(config, labels, written_outputs, problems)
+    if problems:
+        raise UserError("\n".join([f"{where}: {config.architecture} with", *(f"  - {text}" for text in problems)]))
+    return config
+
+
 def _with_classifier_head(
     config: ModelConfig, labels: int | None, written_outputs: int | None, problems: list[str]
 ) -> ModelConfig:
@@ -134,7 +175,7 @@ def _with_classifier_head(
         problems: Problems found so far.
     """
     if labels is not None and (labels or written_outputs):
-        if families()[config.architecture].classifier is None:
+        if config.transformers is None and families()[config.architecture].classifier is None:
             names = ", ".join(name for name, family in families().items() if family.classifier)
             problems.append(f"no head of classes or rewards; there is one for: {names}")
         if written_outputs and labels not in (0, written_outputs):
@@ -169,27 +210,47 @@ def num_classifier_outputs(values: Mapping[str, Any]) -> int | None:
     architecture = architectures[0] if isinstance(architectures, list) and architectures else None
     if architecture_of_classifier(architecture) is None:
         return None
+    return _num_outputs(values)
+
+
+def _num_outputs(values: Mapping[str, Any]) -> int:
+    """Return the number of outputs that a classifier's config.json describes."""
     names = values.get("id2label")
     num_outputs = len(names) if isinstance(names, dict) and names else values.get("num_labels")
     return num_outputs if isinstance(num_outputs, int) and num_outputs > 0 else 2
 
 
-def _architecture(values: dict[str, Any], where: str) -> str:
-    """Return the key of `FAMILIES` for a config.json. Raises UserError if there is none."""
+def _architecture_names(values: Mapping[str, Any]) -> list[Any]:
+    """Return the architectures that a config.json names, or the one of its model_type."""
     model_type = values.get("model_type")
     names = values.get("architectures") or [architecture_of_model_type(model_type) or model_type]
-    if not isinstance(names, list):
-        names = [names]
-    for name in names:
+    return names if isinstance(names, list) else [names]
+
+
+def _architecture(values: dict[str, Any], where: str) -> str:
+    """Return the key of `FAMILIES` for a config.json. Raises UserError if there is none."""
+    for name in _architecture_names(values):
         if isinstance(name, str) and name in families():
             return name
+    raise UserError(_unsupported(values, where))
+
+
+def _unsupported(values: Mapping[str, Any], where: str) -> str:
+    """Return the error of an architecture that dtrain does not have."""
+    names = _architecture_names(values)
     shown_names = " or ".join(map(str, names[:5]))[:200]
+    library = ""
+    if find_spec("transformers") is None:
+        library = (
+            " dtrain also trains the models of the transformers library, which is not installed: pip install "
+            "'dtrain[transformers]'."
+        )
     own = "For a family of your own, set model.family, or --family of a command, to its import path"
     similar = _similar_architectures(str(names[0])) if names else []
     known = "docs/models.md lists dtrain's families"
     if similar:
         known = f"Similar families of dtrain are {', '.join(similar)}; docs/models.md lists all"
-    raise UserError(f"{where}: architecture {shown_names} is not supported. {own}. {known}")
+    return f"{where}: architecture {shown_names} is not supported.{library} {own}. {known}"
 
 
 def _similar_architectures(name: str) -> list[str]:

@@ -147,6 +147,19 @@ def gather_for_replicated(tensor: Tensor, dim: int, group: dist.ProcessGroup) ->
     return _Collective.apply(tensor, partial(all_gather, dim=dim, group=group), local_slice)
 
 
+def slice_for_sharded(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """Return this rank's slice along `dim`, [.., n·ranks, ..] to [.., n, ..], of a replicated tensor.
+
+    The reverse of `gather_for_replicated`: in the backward, all-gather.
+    """
+    length = tensor.shape[dim] // group.size()
+
+    def local_slice(full: Tensor) -> Tensor:
+        return full.narrow(dim, group.rank() * length, length)
+
+    return _Collective.apply(tensor, local_slice, partial(all_gather, dim=dim, group=group))
+
+
 def reduce_scatter_along(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """Reduce-scatter along `dim`, [.., n, ..] to [.., n/ranks, ..]. In the backward, all-gather."""
     backward = partial(all_gather, dim=dim, group=group)

@@ -228,13 +228,27 @@ class VocabEmbedding(LocalParameters, nn.Embedding):
 
 
 class VocabHead(LocalParameters, nn.Linear):
-    """Output layer whose rows, one per token of the vocabulary, are sharded over tp. No bias.
+    """Output layer whose rows, one per token of the vocabulary, are sharded over tp.
+
+    dtrain's own models have no bias here. Those of transformers may have one.
 
     Attributes:
         tp: The tensor-parallel ranks, set by the style `vocab_head`.
     """
 
     tp: TensorParallel | None = None
+
+    def with_weight(self, fn: Callable[[Tensor, Tensor], Any], hidden: Tensor) -> Any:
+        """Override `LocalParameters.with_weight`.
+
+        A bias becomes a further column of the weight, and the hidden states get a further element 1, so losses need to
+        know nothing of it.
+        """
+        weight = self.local("weight")
+        if self.bias is not None:
+            weight = torch.cat([weight, self.local("bias")[:, None]], dim=1)
+            hidden = torch.cat([hidden, hidden.new_ones((*hidden.shape[:-1], 1))], dim=-1)
+        return fn(hidden, weight)
 
     @property
     def vocab_start(self) -> int | None:
@@ -246,7 +260,8 @@ class VocabHead(LocalParameters, nn.Linear):
 
         Under tensor parallel the result is a DTensor that is sharded over V.
         """
-        logits = F.linear(hidden, self.local("weight"))
+        bias = None if self.bias is None else self.local("bias")
+        logits = F.linear(hidden, self.local("weight"), bias)
         if self.tp is None:
             return logits
         shape = torch.Size((*logits.shape[:-1], self.out_features))
@@ -405,8 +420,8 @@ def colwise(module: LocalParameters, tp: TensorParallel, dim: int = 0) -> None:
         tp: The tensor-parallel ranks.
         dim: Dimension of the outputs in the weight.
     """
-    _distribute(module, tp, _PER_OUTPUT, Shard(dim))
-    _distribute(module, tp, ["lora_A"], Replicate(), grad=Partial())
+    distribute_parameters(module, tp, _PER_OUTPUT, Shard(dim))
+    distribute_parameters(module, tp, ["lora_A"], Replicate(), grad=Partial())
 
 
 def colwise_kv(module: LocalParameters, tp: TensorParallel) -> None:
@@ -427,8 +442,8 @@ def colwise_kv(module: LocalParameters, tp: TensorParallel) -> None:
         head_size = full.shape[0] // num_heads
         return full[local_head * head_size : (local_head + 1) * head_size]
 
-    _distribute(module, tp, _PER_OUTPUT, Replicate(), grad=Partial(), select=select_head)
-    _distribute(module, tp, ["lora_A"], Replicate(), grad=Partial())
+    distribute_parameters(module, tp, _PER_OUTPUT, Replicate(), grad=Partial(), select=select_head)
+    distribute_parameters(module, tp, ["lora_A"], Replicate(), grad=Partial())
 
 
 def rowwise(module: LocalParameters, tp: TensorParallel) -> None:
@@ -453,9 +468,9 @@ def rowwise_within(module: LocalParameters, tp: TensorParallel, dim: int = 1) ->
     def select_bias(bias: Tensor) -> Tensor:
         return bias if is_first else bias * 0
 
-    _distribute(module, tp, _PER_INPUT, Shard(dim))
-    _distribute(module, tp, ("lora_B", "lora_magnitude"), Replicate(), grad=Partial())
-    _distribute(module, tp, ["bias"], Replicate(), grad=Partial(), select=select_bias)
+    distribute_parameters(module, tp, _PER_INPUT, Shard(dim))
+    distribute_parameters(module, tp, ("lora_B", "lora_magnitude"), Replicate(), grad=Partial())
+    distribute_parameters(module, tp, ["bias"], Replicate(), grad=Partial(), select=select_bias)
     module.tp = tp  # type: ignore[assignment]  # nn.Module's stub has a Tensor or a Module for every attribute
 
 
@@ -473,7 +488,9 @@ def sequence(module: LocalParameters, tp: TensorParallel) -> None:
 
     Under sequence parallel, each rank computes only its own tokens, so gradients are summed.
     """
-    _distribute(module, tp, module._parameters, Replicate(), grad=Partial() if tp.sequence_parallel else Replicate())
+    distribute_parameters(
+        module, tp, module._parameters, Replicate(), grad=Partial() if tp.sequence_parallel else Replicate()
+    )
     module.sequence_tp = tp  # type: ignore[assignment]  # as above
 
 
@@ -489,7 +506,7 @@ def latent(module: LocalParameters, tp: TensorParallel) -> None:
 
 def replicated(module: LocalParameters, tp: TensorParallel) -> None:
     """Replicate a module outside of blocks, which every rank computes in full: a module without a style."""
-    _distribute(module, tp, module._parameters, Replicate())
+    distribute_parameters(module, tp, module._parameters, Replicate())
 
 
 def summed(module: LocalParameters, tp: TensorParallel) -> None:
@@ -498,7 +515,7 @@ def summed(module: LocalParameters, tp: TensorParallel) -> None:
     In a block this is a norm over each head of q or k (each rank has other heads) or a router (each rank weights its
     own part of the results). Outside of blocks it is a vision tower (each rank encodes other images).
     """
-    _distribute(module, tp, module._parameters, Replicate(), grad=Partial())
+    distribute_parameters(module, tp, module._parameters, Replicate(), grad=Partial())
 
 
 def expert_colwise(module: LocalParameters, tp: TensorParallel) -> None:
@@ -513,18 +530,18 @@ def expert_rowwise(module: LocalParameters, tp: TensorParallel) -> None:
 
 def heads(module: LocalParameters, tp: TensorParallel) -> None:
     """Shard the rows of a module in a block whose parameters have rows for each head or channel."""
-    _distribute(module, tp, module._parameters, Shard(0))
+    distribute_parameters(module, tp, module._parameters, Shard(0))
 
 
 def vocab_rows(module: VocabEmbedding | VocabHead, tp: TensorParallel) -> None:
     """Shard an embedding or a head over the vocabulary."""
-    _distribute(module, tp, ["weight"], Shard(0))
+    distribute_parameters(module, tp, ["weight", "bias"], Shard(0))
     module.tp = tp
 
 
 def score_head(module: ScoreHead, tp: TensorParallel) -> None:
     """Shard the columns of a classifier's head."""
-    _distribute(module, tp, ["weight"], Shard(1))
+    distribute_parameters(module, tp, ["weight"], Shard(1))
     module.tp = tp
 
 
@@ -602,7 +619,7 @@ def gather_vocabulary(logits: Tensor) -> Tensor:
     return all_gather(padded, 1, logits.device_mesh.get_group())[:, :vocab_size]
 
 
-def _distribute(
+def distribute_parameters(
     module: LocalParameters,
     tp: TensorParallel,
     names: Iterable[str],

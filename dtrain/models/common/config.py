@@ -23,6 +23,7 @@ __all__ = [
     "SIGMOID",
     "SLIDING",
     "SOFTMAX",
+    "TransformersModel",
 ]
 
 EXPERT_STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
@@ -234,6 +235,33 @@ class PerLayerEmbeddings:
 
 
 @dataclass(frozen=True)
+class TransformersModel:
+    """A model whose modules are those of the transformers library (`models.transformers`).
+
+    Attributes:
+        values: The fields of config.json.
+        prefix: Name of the decoder in files, such as "model" or "transformer". dtrain's name is always "model".
+        embedding: Name of the embedding in the decoder.
+        layers: Name of the list of layers in the decoder.
+        head: Name of the head in files. dtrain's name is always "lm_head".
+        has_head_bias: Whether the head has a bias.
+        logit_factor: Factor of the logits.
+        num_parameters: Number of parameters in matrices.
+        max_document_length: Longest document whose rotary tables do not depend on other rows. None: any length.
+    """
+
+    values: Mapping[str, Any]
+    prefix: str
+    embedding: str
+    layers: str
+    head: str
+    has_head_bias: bool
+    logit_factor: float
+    num_parameters: int
+    max_document_length: int | None
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """Sizes and layer types of a model, under config.json's names where config.json has them.
 
@@ -271,6 +299,7 @@ class ModelConfig:
         num_nextn_predict_layers: Layers in the files after the last one, which dtrain does not train.
         num_labels: Outputs of the head `score` of a classifier. None for a language model.
         has_new_head: Whether the files are those of a language model and have no head `score`.
+        transformers: The model in the transformers library, if dtrain uses that library's modules. None: its own.
     """
 
     architecture: str
@@ -320,6 +349,7 @@ class ModelConfig:
     num_nextn_predict_layers: int = 0
     num_labels: int | None = None
     has_new_head: bool = False
+    transformers: TransformersModel | None = None
 
     def model_modules(self, name: str) -> list[str]:
         """Return the model's modules that a module of the files contains.
@@ -360,6 +390,8 @@ class ModelConfig:
 
         With LongRoPE, longer documents have other tables, which dtrain does not implement (`Rope`).
         """
+        if self.transformers is not None:
+            return self.transformers.max_document_length
         has_longrope = any(rope.kind == "longrope" for rope in self.ropes.values())
         return self.max_position_embeddings if has_longrope else None
 
@@ -464,6 +496,8 @@ class ModelConfig:
     @property
     def num_parameters(self) -> int:
         """Number of parameters in matrices. Norms and biases are not counted."""
+        if self.transformers is not None:
+            return self.transformers.num_parameters
         total = self._num_embedding_parameters()
         for index, kind in enumerate(self.layer_types):
             total += self._num_mlp_parameters(index)

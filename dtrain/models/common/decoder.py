@@ -26,7 +26,6 @@ import torch
 from torch import Tensor, nn
 
 from dtrain.attention.kernels import Kernel
-from dtrain.attention.visibility import Visibility
 from dtrain.base.batch import PADDING_SEQ_ID
 from dtrain.models.common.config import LINEAR, SLIDING, KVHeads, ModelConfig, Rope
 from dtrain.models.common.functions import (
@@ -38,6 +37,7 @@ from dtrain.models.common.functions import (
     round_scale,
 )
 from dtrain.models.common.linear import Linear, WrapperSettings
+from dtrain.models.common.masks import AttentionMasks
 from dtrain.models.common.micro_batch import (
     AdapterContext,
     DecodingCache,
@@ -495,79 +495,23 @@ class Decoder(Stack):
         """Return the kernel's form of the mask of each layer type. None with a cache, except in linear attention.
 
         Collectives:
-            Those of `_gather_keys`.
+            Those of `AttentionMasks`.
         """
         num_rows, length = input_ids.shape
-        keys = self._gather_keys(positions, context)
+        config = self.config
+        attention_masks = None
+        if context.cache is None:
+            attention_masks = AttentionMasks(self.kernel, context, positions, num_rows, length, dtype, input_ids.device)
         masks: dict[str, Any] = {}
-        for kind in dict.fromkeys(self.config.layer_types):
+        for kind in dict.fromkeys(config.layer_types):
             if kind == LINEAR:
                 masks[kind] = self.linear_mask(context, length)
-            elif context.cache is not None:
+            elif attention_masks is None:
                 masks[kind] = None
             else:
-                visibility = self._visibility(kind, positions, num_rows, length, context, keys)
-                masks[kind] = self.kernel.prepare(visibility, dtype, input_ids.device)
+                window = config.sliding_window if kind == SLIDING else None
+                masks[kind] = attention_masks.for_window(window, sees_images=kind in config.bidirectional_types)
         return masks
-
-    def _gather_keys(self, positions: Tensor, context: MicroBatchContext) -> tuple[Tensor, Tensor | None] | None:
-        """Return positions and documents of all keys, as `Kernel.keys`. None if no mask needs them.
-
-        They are not needed for rows of one document on one cp rank, where plain causal attention is right, and not with
-        a cache.
-
-        Collectives:
-            Under context parallel, one all-gather of positions and documents, unless the kernel reads the packing.
-        """
-        if context.cache is not None:
-            return None
-        has_documents = context.seq_ids is not None
-        sees_image_ends = context.images is not None and context.images.ends is not None
-        if not (has_documents or self.kernel.is_context_parallel or sees_image_ends):
-            return None
-        # A packing describes causal documents only, so images that see to their ends need the tensors.
-        packing = None if sees_image_ends else context.packing
-        return self.kernel.keys(positions, context.seq_ids, packing)
-
-    def _visibility(
-        self,
-        kind: str,
-        positions: Tensor,
-        num_rows: int,
-        length: int,
-        context: MicroBatchContext,
-        keys: tuple[Tensor, Tensor | None] | None,
-    ) -> Visibility:
-        """Return the mask of a layer type.
-
-        Args:
-            kind: The layer type.
-            positions: Positions of the queries, [B or 1, S].
-            num_rows: B.
-            length: S.
-            context: The micro-batch.
-            keys: Positions and documents of all keys, from `_gather_keys`.
-        """
-        config, packing = self.config, context.packing
-        window = config.sliding_window if kind == SLIDING else None
-        image_ends = None
-        if context.images is not None and kind in config.bidirectional_types:
-            image_ends = context.images.ends
-        uses_packing = packing is not None and self.kernel.takes_packing and image_ends is None
-        if keys is None or uses_packing:
-            return Visibility(length, length, window, rows=num_rows, packing=packing)
-        key_positions, key_documents = keys
-        return Visibility(
-            length,
-            key_positions.shape[1],
-            window,
-            positions,
-            key_positions,
-            context.seq_ids,
-            key_documents,
-            num_rows,
-            query_ends=image_ends,
-        )
 
     def linear_mask(self, context: MicroBatchContext, length: int) -> "LinearMask | None":
         """Return the mask of linear attention over rows of `length` tokens, in a family that has such layers."""

@@ -1,0 +1,96 @@
+"""Attention masks of one forward, in the form of the model's kernel.
+
+`AttentionMasks` reads the positions and documents of a micro-batch once, and prepares a mask for each kind of layer
+when it is first requested. Layers with the same window share a mask.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dtrain.attention.kernels import Kernel
+from dtrain.attention.visibility import Visibility
+from dtrain.models.common.micro_batch import MicroBatchContext
+
+
+class AttentionMasks:
+    """The masks of one forward without a KV cache.
+
+    Args:
+        kernel: The model's kernel.
+        context: The micro-batch.
+        positions: Positions of the queries, [B or 1, S].
+        num_rows: B.
+        length: S.
+        dtype: Dtype of the queries.
+        device: Device of the queries.
+
+    Collectives:
+        Under context parallel, one all-gather of positions and documents, unless the kernel reads the packing.
+    """
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        context: MicroBatchContext,
+        positions: Tensor,
+        num_rows: int,
+        length: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
+        self._kernel, self._context = kernel, context
+        self._positions, self._num_rows, self._length = positions, num_rows, length
+        self._dtype, self._device = dtype, device
+        self._keys = self._gather_keys()
+        self._prepared: dict[tuple[int | None, bool], Any] = {}
+
+    def for_window(self, window: int | None, *, sees_images: bool = False) -> Any:
+        """Return the kernel's form of the mask of the layers with a window.
+
+        Args:
+            window: Number of keys that a query sees, its own included. None: all earlier ones.
+            sees_images: Whether the tokens of an image see the image up to its end.
+        """
+        image_ends = None
+        if sees_images and self._context.images is not None:
+            image_ends = self._context.images.ends
+        kind = (window, image_ends is not None)
+        if kind not in self._prepared:
+            visibility = self._visibility(window, image_ends)
+            self._prepared[kind] = self._kernel.prepare(visibility, self._dtype, self._device)
+        return self._prepared[kind]
+
+    def _gather_keys(self) -> tuple[Tensor, Tensor | None] | None:
+        """Return positions and documents of all keys, as `Kernel.keys`. None if no mask needs them.
+
+        They are not needed for rows of one document on one cp rank, where plain causal attention is right.
+        """
+        context = self._context
+        has_documents = context.seq_ids is not None
+        sees_image_ends = context.images is not None and context.images.ends is not None
+        if not (has_documents or self._kernel.is_context_parallel or sees_image_ends):
+            return None
+        # A packing describes causal documents only, so images that see to their ends need the tensors.
+        packing = None if sees_image_ends else context.packing
+        return self._kernel.keys(self._positions, context.seq_ids, packing)
+
+    def _visibility(self, window: int | None, image_ends: Tensor | None) -> Visibility:
+        """Return the mask of the layers with a window. `image_ends` is that of `Visibility.query_ends`."""
+        packing = self._context.packing
+        uses_packing = packing is not None and self._kernel.takes_packing and image_ends is None
+        if self._keys is None or uses_packing:
+            return Visibility(self._length, self._length, window, rows=self._num_rows, packing=packing)
+        key_positions, key_documents = self._keys
+        return Visibility(
+            self._length,
+            key_positions.shape[1],
+            window,
+            self._positions,
+            key_positions,
+            self._context.seq_ids,
+            key_documents,
+            self._num_rows,
+            query_ends=image_ends,
+        )

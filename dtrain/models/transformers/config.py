@@ -1,0 +1,333 @@
+"""Configs of models of the transformers library: from a config.json to a `ModelConfig`.
+
+The sizes of attention do not come from the fields of the config, whose names differ between families, but from the
+model itself: its forward runs once on the meta device, with an attention function that records the shapes of its
+arguments (`record_attention`). For example, DeepSeek-V3's layers report 128 query heads, 128 key heads, heads of 192
+elements in queries and keys, and of 128 in values.
+"""
+
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
+
+from dtrain.base.errors import UserError
+from dtrain.models.common.config import FULL, LINEAR, SLIDING, KVHeads, ModelConfig, TransformersModel
+from dtrain.models.transformers.running import attend, get_layer_index
+
+ATTENTION = "dtrain"
+"""Name of dtrain's attention in transformers' registry."""
+_RECORDING = "dtrain_recording"
+_PROBE_TOKENS = 4  # tokens of the row with which shapes are recorded
+
+# Fields that change logits after the head, in the forward of a `...ForCausalLM`, which dtrain does not call.
+_LOGIT_FACTORS = ("logit_scale", "lm_head_multiplier")
+_LOGIT_DIVISORS = ("logits_scaling",)
+# Kinds of rotary embedding whose tables depend on the longest row of a micro-batch.
+_LENGTH_DEPENDENT_ROPES = ("dynamic", "longrope")
+
+
+@dataclass(frozen=True)
+class RecordedAttention:
+    """Shapes of one layer's attention.
+
+    Attributes:
+        heads: Query heads.
+        kv: Heads of keys and values.
+        scale: Factor of the scores.
+        window: Number of keys that a query sees. None: all.
+        has_sinks: Whether the heads have sinks.
+    """
+
+    heads: int
+    kv: KVHeads
+    scale: float
+    window: int | None
+    has_sinks: bool
+
+
+AttentionInterface.register(ATTENTION, attend)
+
+
+def read_transformers_config(values: Mapping[str, Any], where: str) -> ModelConfig:
+    """Return the config of a model of transformers that the fields of a config.json describe.
+
+    Args:
+        values: The fields.
+        where: Name of the file in errors.
+
+    Raises:
+        UserError: If transformers has no causal language model for it, or if dtrain cannot compute it.
+    """
+    config = make_library_config(values, where)
+    architecture = class_of(config).__name__
+    model = build_library_model(config, ATTENTION)
+    problems = _find_problems(config, model)
+    if problems:
+        lines = [f"{where}: {architecture} of transformers {transformers.__version__} with"]
+        raise UserError("\n".join([*lines, *(f"  - {problem}" for problem in problems)]))
+    try:
+        layers = record_attention(config)
+    except Exception as error:  # noqa: BLE001 - any class of transformers may raise anything here
+        raise UserError(f"{where}: {architecture} does not run on dtrain's attention: {error}") from error
+    return _model_config(values, config, model, layers)
+
+
+def make_library_config(values: Mapping[str, Any], where: str) -> PretrainedConfig:
+    """Return the config object of transformers for the fields of a config.json.
+
+    Raises:
+        UserError: If the installed transformers has no causal language model of this kind.
+    """
+    model_type = values.get("model_type")
+    names = values.get("architectures") or [None]
+    shown = names[0] or f"model_type {model_type}"
+    if values.get("auto_map") and model_type not in transformers.CONFIG_MAPPING:
+        raise UserError(
+            f"{where}: {shown} is code of the model's repository, which dtrain does not run. Use a model whose class "
+            "is part of the transformers library"
+        )
+    if not isinstance(model_type, str) or model_type not in transformers.CONFIG_MAPPING:
+        raise UserError(f"{where}: transformers {transformers.__version__} has no model of the type {model_type}")
+    with _quiet():
+        config = transformers.CONFIG_MAPPING[model_type].from_dict(dict(values))
+    cls = class_of(config)
+    if names[0] is not None and names[0] != cls.__name__:
+        raise UserError(
+            f"{where}: {shown} is not a causal language model of transformers, which would be {cls.__name__}"
+        )
+    return config
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Context in which transformers logs no warnings. They are about generation and its own attention."""
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def class_of(config: PretrainedConfig) -> type[PreTrainedModel]:
+    """Return the `...ForCausalLM` of a config. Raises UserError if there is none."""
+    mapping = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    if type(config) not in mapping:
+        raise UserError(f"transformers has no causal language model of the type {config.model_type}")
+    return mapping[type(config)]
+
+
+def build_library_model(config: PretrainedConfig, attention: str, device: str = "meta") -> PreTrainedModel:
+    """Build a model of transformers in float32, without values on "meta", otherwise with its initial values.
+
+    Args:
+        config: The config. It is copied.
+        attention: Name of the attention in transformers' registry, or "eager".
+        device: "meta" or "cpu".
+    """
+    config = deepcopy(config)
+    config.use_cache = False
+    with _quiet(), torch.device(device):
+        model = class_of(config)._from_config(
+            config, dtype=torch.float32, attn_implementation=attention, experts_implementation="eager"
+        )
+    return model.train()
+
+
+def record_attention(config: PretrainedConfig) -> list[RecordedAttention | None]:
+    """Return the attention of each layer. None for a layer without attention.
+
+    Mixtures of experts cannot run on the meta device, because the experts of a token depend on values. Their MLPs are
+    skipped.
+    """
+    recorded: dict[int, RecordedAttention] = {}
+
+    def record(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        s_aux: Tensor | None = None,
+        **unused: object,
+    ) -> tuple[Tensor, None]:
+        window = sliding_window if sliding_window is not None else getattr(module, "sliding_window", None)
+        recorded[get_layer_index(module)] = RecordedAttention(
+            heads=query.shape[1],
+            kv=KVHeads(key.shape[1], key.shape[-1], value.shape[-1]),
+            scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+            window=window,
+            has_sinks=s_aux is not None,
+        )
+        output = query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
+        return output, None
+
+    AttentionInterface.register(_RECORDING, record)
+    model = build_library_model(config, _RECORDING)
+    for module in model.modules():
+        if hasattr(module, "num_experts") and hasattr(module, "down_proj"):
+            module.forward = lambda hidden, *routing, **unused: hidden
+    ids = torch.zeros((1, _PROBE_TOKENS), dtype=torch.int64, device="meta")
+    positions = torch.zeros((1, _PROBE_TOKENS), dtype=torch.int64, device="meta")
+    with torch.no_grad(), _quiet():
+        model.base_model(input_ids=ids, position_ids=positions, use_cache=False)
+    num_layers = config.get_text_config().num_hidden_layers
+    return [recorded.get(index) for index in range(num_layers)]
+
+
+def _find_problems(config: PretrainedConfig, model: PreTrainedModel) -> list[str]:
+    """Return what dtrain cannot train of a model on the meta device."""
+    problems = []
+    text_config = config.get_text_config()
+    if text_config is not config:
+        problems.append("parts for images or sounds; dtrain trains text models of transformers")
+    names = find_names(model)
+    if names is None:
+        problems.append("no list of decoder layers next to the embedding of its tokens, or no head")
+    elif any(parameter is not None for parameter in model.base_model._parameters.values()):
+        problems.append("parameters outside of its layers and norms")
+    for name in ("attention_dropout", "resid_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout",
+                 "residual_dropout", "embedding_dropout", "dropout"):  # fmt: skip
+        value = getattr(text_config, name, None)
+        if isinstance(value, int | float) and value:
+            problems.append(f"{name} {value}: dtrain trains without dropout; set it to 0 in config.json")
+    tied = getattr(model, "_tied_weights_keys", None) or {}
+    if names is not None and config.tie_word_embeddings:
+        head = f"{names.head}.weight"
+        others = [name for name in tied if name != head and name != f"{names.head}.bias"]
+        if others:
+            problems.append(f"shared weights besides those of head and embedding: {', '.join(others)}")
+    return problems
+
+
+@dataclass(frozen=True)
+class ModelNames:
+    """Names of a model's parts in transformers, and in its files.
+
+    Attributes:
+        prefix: Name of the decoder in the model, such as "model" or "transformer".
+        embedding: Name of the embedding in the decoder.
+        layers: Name of the list of layers in the decoder.
+        head: Name of the head in the model.
+    """
+
+    prefix: str
+    embedding: str
+    layers: str
+    head: str
+
+
+def find_names(model: PreTrainedModel) -> ModelNames | None:
+    """Return the names of a model's parts. None if it has not the parts of a causal language model."""
+    decoder, head = model.base_model, model.get_output_embeddings()
+    if decoder is model or head is None or type(head) is not nn.Linear:
+        return None
+    num_layers = model.config.get_text_config().num_hidden_layers
+    layers = [name for name, child in decoder.named_children() if isinstance(child, nn.ModuleList)]
+    layers = [name for name in layers if len(decoder.get_submodule(name)) == num_layers]
+    embeddings = [name for name, child in decoder.named_children() if child is decoder.get_input_embeddings()]
+    heads = [name for name, child in model.named_children() if child is head]
+    if len(layers) != 1 or len(embeddings) != 1 or len(heads) != 1:
+        return None
+    return ModelNames(model.base_model_prefix, embeddings[0], layers[0], heads[0])
+
+
+def _model_config(
+    values: Mapping[str, Any],
+    config: PretrainedConfig,
+    model: PreTrainedModel,
+    layers: list[RecordedAttention | None],
+) -> ModelConfig:
+    """Return the config of a model on the meta device whose attention was recorded."""
+    names = find_names(model)
+    attention = [layer for layer in layers if layer is not None]
+    if names is None or not attention:
+        raise UserError(f"{class_of(config).__name__} has no layer whose attention dtrain computes")
+    first = next((layer for layer in attention if layer.window is None), attention[0])
+    layer_types = []
+    kv_heads_by_type: dict[str, KVHeads] = {}
+    for layer in layers:
+        kind = LINEAR
+        if layer is not None:
+            kind = FULL if layer.window is None else SLIDING
+            if kv_heads_by_type.setdefault(kind, layer.kv) != layer.kv or layer.heads != first.heads:
+                raise UserError(f"{class_of(config).__name__}: its layers of the type {kind} have different heads")
+        layer_types.append(kind)
+    windows = [layer.window for layer in attention if layer.window is not None]
+    head = model.get_submodule(names.head)
+    eos = config.eos_token_id
+    return ModelConfig(
+        architecture=class_of(config).__name__,
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+        num_hidden_layers=config.num_hidden_layers,
+        num_attention_heads=first.heads,
+        num_key_value_heads=first.kv.count,
+        head_dim=first.kv.head_dim,
+        max_position_embeddings=getattr(config, "max_position_embeddings", None) or 2**30,
+        hidden_act=str(getattr(config, "hidden_act", "")),
+        rms_norm_eps=float(getattr(config, "rms_norm_eps", None) or 1e-6),
+        initializer_range=float(getattr(config, "initializer_range", None) or 0.02),
+        tie_word_embeddings=bool(config.tie_word_embeddings),
+        layer_types=tuple(layer_types),
+        sliding_window=max(windows, default=None),
+        ropes={},
+        attention_scale=first.scale,
+        kv_heads_by_type=kv_heads_by_type,
+        has_sinks=any(layer.has_sinks for layer in attention),
+        final_logit_softcapping=getattr(config, "final_logit_softcapping", None),
+        bos_token_id=config.bos_token_id if isinstance(config.bos_token_id, int) else None,
+        eos_token_ids=tuple(eos) if isinstance(eos, list | tuple) else () if eos is None else (eos,),
+        pad_token_id=model.get_input_embeddings().padding_idx,
+        dtype=str(config.dtype).removeprefix("torch.") if config.dtype is not None else None,
+        transformers=TransformersModel(
+            values=dict(values),
+            prefix=names.prefix,
+            embedding=names.embedding,
+            layers=names.layers,
+            head=names.head,
+            has_head_bias=head.bias is not None,
+            logit_factor=_logit_factor(config),
+            num_parameters=sum(parameter.numel() for parameter in model.parameters() if parameter.dim() > 1),
+            max_document_length=_max_document_length(config),
+        ),
+    )
+
+
+def _logit_factor(config: PretrainedConfig) -> float:
+    """Return the factor that the forward of a `...ForCausalLM` applies to the logits."""
+    factor = 1.0
+    for name in _LOGIT_FACTORS:
+        factor *= float(getattr(config, name, None) or 1.0)
+    for name in _LOGIT_DIVISORS:
+        factor /= float(getattr(config, name, None) or 1.0)
+    return factor
+
+
+def _max_document_length(config: PretrainedConfig) -> int | None:
+    """Return the longest document for which rotary tables do not depend on the other rows. None if any length is."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    sections = parameters.values() if all(isinstance(value, dict) for value in parameters.values()) else [parameters]
+    for section in sections:
+        if section and section.get("rope_type") in _LENGTH_DEPENDENT_ROPES:
+            return int(section.get("original_max_position_embeddings") or config.max_position_embeddings)
+    return None
+
+
+@cache
+def installed_version() -> str:
+    """Return the version of the installed transformers."""
+    return transformers.__version__

@@ -1,0 +1,161 @@
+"""A causal language model whose decoder is that of the transformers library.
+
+TransformersCausalLM        dtrain's `CausalLM`: head, tied weights, names in files
+  TransformersDecoder       dtrain's `Stack`: calls the decoder of transformers
+    embed_tokens, layers, norm, ...   modules of transformers, adopted by `modules.adopt_modules`
+"""
+
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from dtrain.attention.kernels import Kernel
+from dtrain.models.common.config import ModelConfig, TransformersModel
+from dtrain.models.common.decoder import CausalLM
+from dtrain.models.common.masks import AttentionMasks
+from dtrain.models.common.micro_batch import MicroBatchContext
+from dtrain.models.transformers.config import ATTENTION, build_library_model, make_library_config
+from dtrain.models.transformers.modules import adopt_modules
+from dtrain.models.transformers.plan import make_plan
+from dtrain.models.transformers.running import RunningForward, running
+from dtrain.parallel.tensor import Stack
+
+
+class TransformersDecoder(Stack):
+    """The decoder of a model of transformers, under dtrain's interface.
+
+    The children of transformers' decoder are this module's children, under the same names. Transformers' decoder is no
+    child itself, so that names are those of the files.
+
+    Args:
+        config: Config of the model.
+        library_model: The model of transformers, whose decoder is taken.
+
+    Attributes:
+        kernel: Attention kernel of all layers, set when the model is built.
+        embed_tokens: The embedding of the tokens. Its name among the children may be another.
+        layers: The decoder layers. Their name among the children may be another.
+    """
+
+    kernel: Kernel
+    flash_delta = None
+    no_flash_delta_reason = ""
+    vision: tuple[()] = ()
+
+    def __init__(self, config: ModelConfig, library_model: PreTrainedModel):
+        super().__init__()
+        self.config = config
+        source = _source_of(config)
+        decoder = library_model.base_model
+        embedding, layers = decoder.get_submodule(source.embedding), decoder.get_submodule(source.layers)
+        adopt_modules(decoder, embedding, layers, _float32_names(library_model))
+        for name, child in decoder.named_children():
+            self.add_module(name, child)
+        # In tuples, because nn.Module would register plain attributes as children of their own names.
+        self._library = (library_model,)
+        self._ends = (embedding, layers)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return the embedding and the layers under dtrain's names."""
+        if name in ("embed_tokens", "layers") and name not in self._modules:
+            return self._ends[0 if name == "embed_tokens" else 1]
+        return super().__getattr__(name)
+
+    @property
+    def takes_packing(self) -> bool:
+        """True if attention computes from the packing of a micro-batch."""
+        return self.kernel.takes_packing
+
+    def states(self, input_ids: Tensor, context: MicroBatchContext) -> Tensor:
+        """Override `Stack.states`: token ids [B, S] -> hidden states after the final norm [B, S, D].
+
+        Collectives:
+            Those of `AttentionMasks` and of the layers.
+        """
+        num_rows, length = input_ids.shape
+        positions, masks = self._positions(input_ids, context), None
+        if context.cache is None:
+            dtype = self.embed_tokens.weight.dtype
+            masks = AttentionMasks(self.kernel, context, positions, num_rows, length, dtype, input_ids.device)
+        forward = RunningForward(self.kernel, masks, context.cache, context.adapters)
+        (library_model,) = self._library
+        decoder = library_model.base_model
+        with running(forward):
+            output = decoder(input_ids=input_ids, position_ids=positions.expand(num_rows, -1), use_cache=False)
+        hidden = output.last_hidden_state
+        factor = _source_of(self.config).logit_factor
+        return hidden if factor == 1.0 else hidden * factor
+
+    def _positions(self, input_ids: Tensor, context: MicroBatchContext) -> Tensor:
+        """Return the positions of the tokens, [B or 1, S]."""
+        if context.cache is not None:
+            return context.cache.positions
+        if context.position_ids is not None:
+            return context.position_ids
+        length, max_length = input_ids.shape[1], self.config.max_document_length
+        if max_length is not None and length > max_length:
+            raise ValueError(f"The rows have {length} tokens, and this model takes documents of at most {max_length}.")
+        return torch.arange(length, device=input_ids.device)[None]
+
+    def reset_buffers(self) -> None:
+        """Compute the buffers that are not in files, such as rotary frequencies, as transformers initialises them."""
+        (library_model,) = self._library
+        for module in self.modules():
+            if module._non_persistent_buffers_set and not list(module.parameters(recurse=False)):
+                library_model._init_weights(module)
+
+
+class TransformersCausalLM(CausalLM):
+    """A causal language model of transformers on dtrain's meshes.
+
+    Its parameters have the names of the files, except for the name of the decoder, which is always `model`, and that of
+    the head, `lm_head`.
+    """
+
+    def __init__(self, config: ModelConfig):
+        source = _source_of(config)
+        library_config = make_library_config(source.values, "config.json")
+        library_model = build_library_model(library_config, ATTENTION)
+        self._library_config = library_config
+        decoder = TransformersDecoder(config, library_model)
+        super().__init__(config, decoder)  # type: ignore[arg-type]  # a Stack with the attributes of a Decoder
+        if source.has_head_bias:
+            self.lm_head.bias = nn.Parameter(torch.empty(config.vocab_size, device="meta"))
+        if config.tie_word_embeddings:
+            self.tied_parameters = {"lm_head.weight": f"model.{source.embedding}.weight"}
+            self.tie_weights()
+
+    def _applicable_plan(self) -> dict[str, Any]:
+        """Override `CausalLM._applicable_plan`: the plan of transformers in dtrain's styles."""
+        return make_plan(self._library_config, self)
+
+    def to_empty(self, *, device: Any, recurse: bool = True) -> Self:
+        """Allocate the model's memory, and compute the buffers that are not in files."""
+        super().to_empty(device=device, recurse=recurse)
+        self.model.reset_buffers()  # type: ignore[attr-defined]
+        return self
+
+    def checkpoint_names(self, name: str) -> list[str]:
+        """Override `CausalLM.checkpoint_names`."""
+        source = _source_of(self.config)
+        if name.startswith("lm_head."):
+            return [name.replace("lm_head", source.head, 1)]
+        return [name.replace("model", source.prefix, 1)]
+
+
+def _source_of(config: ModelConfig) -> TransformersModel:
+    if config.transformers is None:
+        raise ValueError(f"{config.architecture} is a model of dtrain")
+    return config.transformers
+
+
+def _float32_names(library_model: PreTrainedModel) -> Any:
+    """Return a function that checks whether a parameter stays in float32, whatever the model's dtype."""
+    patterns = library_model._keep_in_fp32_modules_strict or ()
+
+    def is_float32(name: str) -> bool:
+        return any(pattern in name.split(".") for pattern in patterns)
+
+    return is_float32

@@ -1,0 +1,150 @@
+"""Modules of transformers that read sharded parameters, as dtrain's own modules do.
+
+Tensor parallelism makes parameters DTensors, and dtrain's modules compute with plain tensors, which they read by
+`LocalParameters.local`. A module of transformers reads `self.weight`. `adopt_modules` changes the class of each module
+that has parameters, as FSDP2 does, so that it behaves like dtrain's:
+
+    nn.Linear                          TransformersLinear: dtrain's `Linear`, so it may have an adapter
+    nn.Embedding of the tokens         `VocabEmbedding`
+    others (norms, routers, experts)   a class with a property for each parameter that returns `local(name)`
+    decoder layers                     also `TransformersLayer`, which keeps the running forward
+
+A class that transformers derives from nn.Embedding, such as Gemma's scaled embedding, keeps its forward: the new class
+is derived from both, so that the `super().forward` of transformers' class is dtrain's.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from torch import Tensor, nn
+
+from dtrain.models.common.linear import Linear
+from dtrain.models.common.micro_batch import AdapterContext
+from dtrain.models.transformers.running import RunningForward, get_running, running
+from dtrain.parallel.tensor import LocalParameters, VocabEmbedding
+
+ChangeTensor = Callable[[Tensor], Tensor]
+
+
+class TransformersLinear(Linear):
+    """A linear layer, called with one tensor. The context of adapters is that of the running forward.
+
+    Attributes:
+        enter: Applied to the input. Set by the styles of `plan`.
+        leave: Applied to the output. Set by the styles of `plan`.
+    """
+
+    enter: ChangeTensor | None = None
+    leave: ChangeTensor | None = None
+
+    def forward(self, x: Tensor, adapters: AdapterContext | None = None) -> Tensor:
+        """Override `Linear.forward`, [..., in] -> [..., out]."""
+        if adapters is None:
+            forward = get_running()
+            adapters = None if forward is None else forward.adapters
+        if self.enter is not None:
+            x = self.enter(x)
+        output = super().forward(x, adapters)
+        return output if self.leave is None else self.leave(output)
+
+
+class TransformersLayer(nn.Module):
+    """A decoder layer that keeps the running forward among its arguments (`running`)."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the layer. Its hooks, such as that of activation checkpointing, see the running forward."""
+        kwargs.setdefault("running_forward", get_running())
+        return super().__call__(*args, **kwargs)
+
+    def forward(self, *args: Any, running_forward: RunningForward | None = None, **kwargs: Any) -> Any:
+        """Compute the layer with a running forward."""
+        with running(running_forward):
+            return super().forward(*args, **kwargs)
+
+
+class LocalModule(LocalParameters):
+    """Base of a module of transformers whose parameters are read through properties.
+
+    Attributes:
+        enter: Applied to the inputs of a mixture's experts. Set by the styles of `plan`.
+        leave: Applied to the output. Set by the styles of `plan`.
+    """
+
+    enter: ChangeTensor | None = None
+    leave: ChangeTensor | None = None
+
+    def local(self, name: str) -> Tensor:
+        """Override `LocalParameters.local`: the properties of parameters call it."""
+        parameter = self._parameters[name]
+        view = self.local_views.get(name)
+        return parameter if view is None else view(parameter)  # type: ignore[arg-type, return-value]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the module."""
+        if self.enter is not None:
+            args = tuple(
+                self.enter(arg) if isinstance(arg, Tensor) and arg.is_floating_point() else arg for arg in args
+            )
+        output = super().forward(*args, **kwargs)
+        return output if self.leave is None else self.leave(output)
+
+
+class Float32Module(LocalModule):
+    """`LocalModule` whose parameters and buffers are stored in float32 at least, such as a rotary embedding's."""
+
+    keeps_full_precision = True
+
+
+@cache
+def _class_of(base: type[nn.Module], mixin: type[nn.Module], parameters: tuple[str, ...]) -> type[nn.Module]:
+    """Return a class derived from `mixin` and `base`, with a property for each of the parameters."""
+    attributes: dict[str, Any] = {}
+    for name in parameters:
+        attributes[name] = property(_reader(name))
+    # The rows of VocabEmbedding come from the `super().forward` of transformers' class, so it is the last base.
+    bases = (base, mixin) if issubclass(mixin, VocabEmbedding) else (mixin, base)
+    return type(base.__name__, bases, attributes)
+
+
+def _reader(name: str) -> Callable[[LocalParameters], Tensor]:
+    return lambda module: module.local(name)
+
+
+def adopt_modules(
+    decoder: nn.Module, embedding: nn.Module, layers: nn.ModuleList, is_float32: Callable[[str], bool]
+) -> None:
+    """Change the classes of a decoder's modules in place, as the module's docstring describes.
+
+    Args:
+        decoder: The decoder of transformers.
+        embedding: Its embedding of the tokens.
+        layers: Its layers.
+        is_float32: Whether a parameter of a name is stored in float32 at least.
+    """
+    for name, module in list(decoder.named_modules()):
+        if module is decoder:
+            continue
+        own_parameters = tuple(key for key, value in module._parameters.items() if value is not None)
+        if module is embedding:
+            _change_class(module, VocabEmbedding, ())
+        elif type(module) is nn.Linear:
+            module.__class__ = TransformersLinear
+        elif own_parameters or module._buffers:
+            own_names = [f"{name}.{key}" for key in (*own_parameters, *module._buffers)]
+            has_rotary_tables = not own_parameters and not _has_persistent_buffers(module)
+            keeps = has_rotary_tables or any(is_float32(own_name) for own_name in own_names)
+            _change_class(module, Float32Module if keeps else LocalModule, own_parameters)
+    for layer in layers:
+        _change_class(layer, TransformersLayer, ())
+
+
+def _has_persistent_buffers(module: nn.Module) -> bool:
+    return any(name not in module._non_persistent_buffers_set for name in module._buffers)
+
+
+def _change_class(module: nn.Module, mixin: type[nn.Module], parameters: tuple[str, ...]) -> None:
+    if type(module) is nn.Embedding:
+        module.__class__ = VocabEmbedding
+    else:
+        module.__class__ = _class_of(type(module), mixin, parameters)

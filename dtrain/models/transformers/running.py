@@ -1,0 +1,145 @@
+"""The forward that is running, for modules of transformers that only receive tensors.
+
+A layer of transformers calls its linear layers and its attention function with tensors, and cannot pass dtrain's
+`MicroBatchContext` on to them. The forward of a micro-batch is therefore a context variable, which `running` sets for
+the duration of a call. Like torch's grad mode it belongs to the running call of a thread, and to no model.
+
+    TransformersDecoder.states        sets it for the forward of the model
+    TransformersLayer.__call__        adds it to the arguments of each layer, so that activation checkpointing, which
+                                      calls the layer again in the backward, has it too
+    TransformersLayer.forward         sets it for the layer
+    attend, TransformersLinear        read it
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dtrain.attention.kernels import Kernel
+from dtrain.models.common.masks import AttentionMasks
+from dtrain.models.common.micro_batch import AdapterContext, DecodingCache
+
+
+@dataclass(frozen=True, eq=False)
+class RunningForward:
+    """What attention and linear layers read of a micro-batch.
+
+    Attributes:
+        kernel: The model's attention kernel.
+        masks: Its masks. None with a cache.
+        cache: KV cache, which attends in place of the kernel.
+        adapters: Whether adapters take part, and their dropout.
+    """
+
+    kernel: Kernel
+    masks: AttentionMasks | None
+    cache: DecodingCache | None
+    adapters: AdapterContext | None
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, sinks: Tensor | None
+    ) -> Tensor:
+        """Compute attention of a layer.
+
+        Args:
+            layer: Number of the layer.
+            q: [B, S, H, hd].
+            k: [B, S, kv, hd].
+            v: [B, S, kv, hd_v].
+            scale: Factor of the scores.
+            window: Number of keys that a query sees. None: all earlier ones. Not read with a cache, which knows the
+                windows of all layers.
+            sinks: Attention sinks, [H].
+
+        Returns:
+            [B, S, H, hd_v].
+        """
+        if self.masks is None:
+            if self.cache is None:
+                raise RuntimeError("this forward has neither masks nor a cache")
+            return self.cache.attend(layer, q, k, v, scale, sinks=sinks)
+        return self.kernel(q, k, v, self.masks.for_window(window), scale, sinks)
+
+
+_running: ContextVar[RunningForward | None] = ContextVar("running_forward", default=None)
+
+
+def get_running() -> RunningForward | None:
+    """Return the forward that is running. None outside of one."""
+    return _running.get()
+
+
+@contextmanager
+def running(forward: RunningForward | None) -> Iterator[None]:
+    """Context in which `forward` is the running forward."""
+    token = _running.set(forward)
+    try:
+        yield
+    finally:
+        _running.reset(token)
+
+
+def attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
+    softcap: float | None = None,
+    **unused: object,
+) -> tuple[Tensor, None]:
+    """Compute the attention of a transformers layer by dtrain's kernel, as transformers' `AttentionInterface` calls it.
+
+    Args:
+        module: The attention module.
+        query: [B, H, S, hd].
+        key: [B, kv, S, hd].
+        value: [B, kv, S, hd_v].
+        attention_mask: None, because no mask function is registered for dtrain. The mask is that of the micro-batch.
+        scaling: Factor of the scores. None: 1/sqrt(hd).
+        dropout: Probability of dropout, which must be 0.
+        sliding_window: Number of keys that a query sees.
+        s_aux: Attention sinks, [H].
+        softcap: Must be None.
+        unused: Further arguments, which do not change the result of a causal layer.
+
+    Returns:
+        [B, S, H, hd_v], and None in place of the attention weights.
+
+    Raises:
+        NotImplementedError: For attention that dtrain's kernels do not compute. The proof at a run's start reports it.
+    """
+    forward = get_running()
+    if forward is None:
+        raise RuntimeError("attention of a transformers model was called outside of the model's forward")
+    if softcap is not None:
+        raise NotImplementedError(f"its attention caps the scores (softcap {softcap})")
+    if attention_mask is not None:
+        raise NotImplementedError("its attention has a mask of its own")
+    if dropout:
+        raise NotImplementedError(f"its attention has dropout ({dropout})")
+    if not getattr(module, "is_causal", True):
+        raise NotImplementedError("its attention is not causal")
+    if sliding_window is None:
+        sliding_window = getattr(module, "sliding_window", None)
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    # Attention takes [B, S, heads, hd].
+    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    output = forward.attend(get_layer_index(module), q, k, v, scale, sliding_window, s_aux)
+    return output, None
+
+
+def get_layer_index(module: torch.nn.Module) -> int:
+    """Return the number of the layer of an attention module of transformers."""
+    index = getattr(module, "layer_idx", None)
+    if not isinstance(index, int):
+        raise NotImplementedError(f"{type(module).__name__} does not know the number of its layer")
+    return index
