@@ -18,29 +18,32 @@ class ModelDirectory:
     Attributes:
         path: The directory.
         labels: Outputs of the model's head, as in `read_config`.
+        implementation: Whose modules compute the model, as in `read_config`.
     """
 
-    def __init__(self, path: str | Path, labels: int | None, *template_options: Any):
+    def __init__(self, path: str | Path, labels: int | None, *template_options: Any, implementation: str = "auto"):
         """Name the directory; nothing is read.
 
         Args:
             path: The directory.
             labels: As in `read_config`.
             template_options: Further arguments of `choose_template`.
+            implementation: As in `read_config`.
         """
         self.path = Path(path)
         self.labels = labels
+        self.implementation = implementation
         self._template_options = template_options
 
     @cached_property
     def config(self) -> ModelConfig:
         """config.json. Raises UserError if it is no model for the run."""
-        return read_config(self.path, self.labels)
+        return read_config(self.path, self.labels, implementation=self.implementation)
 
     @cached_property
     def vision_config(self) -> ModelConfig:
         """config.json with the vision tower. Raises UserError if dtrain does not have the tower."""
-        return read_config(self.path, self.labels, vision=True)
+        return read_config(self.path, self.labels, vision=True, implementation=self.implementation)
 
     @cached_property
     def any_config(self) -> ModelConfig | None:
@@ -48,7 +51,7 @@ class ModelDirectory:
         with suppress(UserError):
             return self.config
         with suppress(UserError):
-            return read_config(self.path, 0)
+            return read_config(self.path, 0, implementation=self.implementation)
         return None
 
     @cached_property

@@ -107,13 +107,14 @@ def init_weights(model: CausalLM, seed: int, only: str = "*") -> None:
 
 
 def _init_buffers(model: CausalLM) -> None:
-    """Fill the buffers, which are not trained."""
+    """Fill the buffers, which are not trained. Those that no pattern matches keep their values."""
     values: dict[str, float] = {}
     for tower in model.model.vision:
         values |= tower.initial_buffers
     values |= model.initial_buffers
     for name, buffer in model.named_buffers():
-        buffer.fill_(_first_match(values, name))
+        if any(fnmatchcase(name, pattern) for pattern in values):
+            buffer.fill_(_first_match(values, name))
 
 
 def _first_match(values: Mapping[str, Value], name: str) -> Value:

@@ -199,7 +199,8 @@ class Policy:
             init_one_process_group(runtime.device.type)
         sizes = derive_sizes(recipe, runtime.world_size)
         mesh = build_mesh(runtime, **sizes.shape, ep=sizes.ep)
-        return cls(recipe, read_config(recipe.model.directory), mesh, runtime)
+        config = read_config(recipe.model.directory, implementation=recipe.model.implementation)
+        return cls(recipe, config, mesh, runtime)
 
     def another(
         self,
@@ -237,7 +238,7 @@ class Policy:
             optimizer=optimizer or self.recipe.optimizer,
             lora=self._lora_of_another(adapters, has_new_head=labels is not None),
         )
-        config = read_config(recipe.model.directory, labels=labels)
+        config = read_config(recipe.model.directory, labels, implementation=recipe.model.implementation)
         return Policy(recipe, config, self.mesh, self.runtime, options=self.options)
 
     def _lora_of_another(self, adapters: bool | None, has_new_head: bool) -> Lora | None:

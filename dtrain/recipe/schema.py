@@ -149,6 +149,10 @@ class Model:
     """Import path of the class of a model family outside of dtrain, such as `my_models:NormLlamaForCausalLM`. The name
     of the class is the architecture in config.json. It is also used for the recipe's teachers, references and reward
     models. A list has several families. null: the families of dtrain and of installed plugins (docs/plugins.md)."""
+    implementation: Literal["auto", "native", "transformers"] = "auto"
+    """Whose modules compute the model. native: dtrain's own. transformers: those of the installed transformers library
+    (`pip install 'dtrain[transformers]'`), which has nearly every architecture (docs/models.md). Code from a model's
+    repository is never run. auto: native if dtrain has the architecture, else transformers."""
     init: Literal["pretrained", "scratch"] = "pretrained"
     """pretrained: read the weights from `path`. scratch: initialise the weights from `run.seed`, and read only
     config.json and the tokenizer from `path`."""

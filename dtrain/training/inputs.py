@@ -78,7 +78,12 @@ class RunInputs:
         method = build_method(recipe)
         data = recipe.data
         source = ModelDirectory(
-            recipe.model.directory, method.labels(), data.chat_template, data.template_kwargs, data.special_tokens
+            recipe.model.directory,
+            method.labels(),
+            data.chat_template,
+            data.template_kwargs,
+            data.special_tokens,
+            implementation=recipe.model.implementation,
         )
         other_models = {}
         for key, path in method.other_models():

@@ -172,4 +172,5 @@ def config_of(recipe: Recipe) -> ModelConfig:
     Raises:
         UserError: If config.json cannot be read.
     """
-    return ModelDirectory(recipe.model.directory, build_method(recipe).labels()).config
+    labels, implementation = build_method(recipe).labels(), recipe.model.implementation
+    return ModelDirectory(recipe.model.directory, labels, implementation=implementation).config

@@ -11,7 +11,7 @@ families that normalise q and k together (Olmo), and compiled layers that are no
 """
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
 
@@ -96,9 +96,12 @@ class KeyExchange:
 def project_keys_first(model: CausalLM) -> None:
     """Set `keys_first` of the layers that can project keys first. No collective.
 
-    A layer can do so if it uses `Layer.before_attention` and `Attention.project` unchanged.
+    A layer can do so if it uses `Layer.before_attention` and `Attention.project` unchanged. Layers of the transformers
+    library do not have them.
     """
-    for layer in cast(list[Layer], model.model.layers):
+    for layer in model.model.layers:
+        if not isinstance(layer, Layer):
+            continue
         has_own_before = type(layer).before_attention is not Layer.before_attention
         has_own_project = type(layer.mixer).project is not Attention.project
         layer.keys_first = None if has_own_before or has_own_project else KeysFirst(layer)

@@ -5,7 +5,9 @@ TransformersCausalLM        dtrain's `CausalLM`: head, tied weights, names in fi
     embed_tokens, layers, norm, ...   modules of transformers, adopted by `modules.adopt_modules`
 """
 
-from typing import Any, Self
+from collections.abc import Mapping
+from copy import deepcopy
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -64,6 +66,11 @@ class TransformersDecoder(Stack):
         return super().__getattr__(name)
 
     @property
+    def library_model(self) -> PreTrainedModel:
+        """The model of transformers, whose decoder this is."""
+        return self._library[0]
+
+    @property
     def takes_packing(self) -> bool:
         """True if attention computes from the packing of a micro-batch."""
         return self.kernel.takes_packing
@@ -80,8 +87,7 @@ class TransformersDecoder(Stack):
             dtype = self.embed_tokens.weight.dtype
             masks = AttentionMasks(self.kernel, context, positions, num_rows, length, dtype, input_ids.device)
         forward = RunningForward(self.kernel, masks, context.cache, context.adapters)
-        (library_model,) = self._library
-        decoder = library_model.base_model
+        decoder = self.library_model.base_model
         with running(forward):
             output = decoder(input_ids=input_ids, position_ids=positions.expand(num_rows, -1), use_cache=False)
         hidden = output.last_hidden_state
@@ -101,10 +107,9 @@ class TransformersDecoder(Stack):
 
     def reset_buffers(self) -> None:
         """Compute the buffers that are not in files, such as rotary frequencies, as transformers initialises them."""
-        (library_model,) = self._library
         for module in self.modules():
             if module._non_persistent_buffers_set and not list(module.parameters(recurse=False)):
-                library_model._init_weights(module)
+                self.library_model._init_weights(module)
 
 
 class TransformersCausalLM(CausalLM):
@@ -113,6 +118,8 @@ class TransformersCausalLM(CausalLM):
     Its parameters have the names of the files, except for the name of the decoder, which is always `model`, and that of
     the head, `lm_head`.
     """
+
+    initial_buffers = {"*.e_score_correction_bias": 0.0}  # the others are computed by `reset_buffers`
 
     def __init__(self, config: ModelConfig):
         source = _source_of(config)
@@ -131,10 +138,15 @@ class TransformersCausalLM(CausalLM):
         """Override `CausalLM._applicable_plan`: the plan of transformers in dtrain's styles."""
         return make_plan(self._library_config, self)
 
+    @property
+    def initial_values(self) -> Mapping[str, str]:  # type: ignore[override]  # a table of the class in other families
+        """`CausalLM.initial_values`, read from the values that transformers gives to each kind of module."""
+        return find_initial_values(cast(TransformersDecoder, self.model).library_model)
+
     def to_empty(self, *, device: Any, recurse: bool = True) -> Self:
         """Allocate the model's memory, and compute the buffers that are not in files."""
         super().to_empty(device=device, recurse=recurse)
-        self.model.reset_buffers()  # type: ignore[attr-defined]
+        cast(TransformersDecoder, self.model).reset_buffers()
         return self
 
     def checkpoint_names(self, name: str) -> list[str]:
@@ -159,3 +171,34 @@ def _float32_names(library_model: PreTrainedModel) -> Any:
         return any(pattern in name.split(".") for pattern in patterns)
 
     return is_float32
+
+
+MAX_TRIED_ELEMENTS = 2**22
+"""Elements of the largest parameter that `find_initial_values` initialises to see its values."""
+
+
+def find_initial_values(library_model: PreTrainedModel) -> dict[str, str]:
+    """Return how transformers initialises each parameter of a decoder, as `CausalLM.initial_values`.
+
+    Linear layers and embeddings have normal weights and no bias at first. A module of another class, such as a norm, is
+    copied and initialised by transformers, and its values are read. Large parameters are those of experts, and normal.
+
+    Args:
+        library_model: The model of transformers, on any device.
+    """
+    kinds: dict[str, str] = {"lm_head.bias": "zeros"}
+    for name, module in library_model.base_model.named_modules():
+        parameters = {key: value for key, value in module._parameters.items() if value is not None}
+        if isinstance(module, nn.Linear | nn.Embedding):
+            if "bias" in parameters:
+                kinds[f"model.{name}.bias"] = "zeros"
+        elif parameters and max(value.numel() for value in parameters.values()) <= MAX_TRIED_ELEMENTS:
+            copied = deepcopy(module).to_empty(device="cpu", recurse=False)
+            library_model._init_weights(copied)
+            for key in parameters:
+                value = copied._parameters[key].detach()
+                if bool((value == value.flatten()[0]).all()):
+                    is_one = float(value.flatten()[0]) == 1.0
+                    kinds[f"model.{name}.{key}"] = "ones" if is_one else "zeros"
+    kinds["*"] = "normal"
+    return kinds

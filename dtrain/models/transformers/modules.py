@@ -107,8 +107,16 @@ def _class_of(base: type[nn.Module], mixin: type[nn.Module], parameters: tuple[s
     return type(base.__name__, bases, attributes)
 
 
-def _reader(name: str) -> Callable[[LocalParameters], Tensor]:
-    return lambda module: module.local(name)
+def _reader(name: str) -> Callable[[LocalModule], Tensor | None]:
+    """Return the getter of a parameter: inside of a forward the local tensor, otherwise the parameter as it is stored.
+
+    FSDP and others read parameters outside of a forward.
+    """
+
+    def read(module: LocalModule) -> Tensor | None:
+        return module._parameters[name] if get_running() is None else module.local(name)
+
+    return read
 
 
 def adopt_modules(
@@ -147,4 +155,4 @@ def _change_class(module: nn.Module, mixin: type[nn.Module], parameters: tuple[s
     if type(module) is nn.Embedding:
         module.__class__ = VocabEmbedding
     else:
-        module.__class__ = _class_of(type(module), mixin, parameters)
+        module.__class__ = _class_of(type(module), mixin, parameters)  # type: ignore[arg-type]  # classes are hashable

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from dtrain.base.errors import UserError
+from dtrain.models.common.decoder import CausalLM
 from dtrain.models.transformers.modules import LocalModule, TransformersLinear
 from dtrain.parallel.collectives import (
     all_reduce_in_backward,
@@ -52,7 +53,7 @@ _KEY_PROJECTIONS = ("k_proj", "v_proj")
 _NO_PLAN = "transformers has no tensor-parallel plan for this class; set parallel.tp=1"
 
 
-def make_plan(config: Any, model: nn.Module) -> dict[str, Any]:
+def make_plan(config: Any, model: CausalLM) -> dict[str, Any]:
     """Return the plan of a model, from patterns of dtrain's names to styles.
 
     A class for which transformers has no plan, or a style that dtrain does not know, gets a plan whose application
@@ -138,7 +139,7 @@ def latent_keys(module: TransformersLinear, tp: TensorParallel) -> None:
     """
     _require_linear(module, "mla_kv_a_proj")
     distribute_parameters(module, tp, module._parameters, Replicate())
-    rotary_size: int = module.rotary_size  # type: ignore[attr-defined, assignment]
+    rotary_size: int = module.rotary_size  # type: ignore[assignment]
 
     def sum_rotary_gradient(output: Tensor) -> Tensor:
         latent, rotary = output.split([output.shape[-1] - rotary_size, rotary_size], dim=-1)

@@ -135,7 +135,8 @@ def _check_same_model(inputs: RunInputs, path: Path) -> list[Problem]:
     with_model = [directory for directory in candidates if (directory / "model" / CONFIG).is_file()]
     if not with_model:
         return []
-    saved, key = ModelDirectory(with_model[0] / "model", inputs.source.labels), "checkpoint.init_from"
+    source, key = inputs.source, "checkpoint.init_from"
+    saved = ModelDirectory(with_model[0] / "model", source.labels, implementation=source.implementation)
     if inputs.source.any_config is None or saved.any_config is None:
         return []
     from dtrain.training.setup import other_models  # most runs need no second model
