@@ -29,7 +29,12 @@ NOT_DECLARED = {"transformer-engine-torch"}
 # Declared, but imported by another library: by torch, by fsspec, by uvicorn.
 NOT_IMPORTED = {"numpy", "aiohttp", "gcsfs", "s3fs", "httptools"}
 # Files that a command imports after it has checked that its extra is installed.
-OPTIONAL_FILES = {"dtrain/commands/report/live.py", "dtrain/commands/serve/app.py"}
+OPTIONAL_FILES = {
+    "dtrain/commands/report/live.py",
+    "dtrain/commands/serve/app.py",
+    "dtrain/models/transformers/config.py",
+    "dtrain/models/transformers/model.py",
+}
 
 
 def distributions(requirements: list[str]) -> set[str]:

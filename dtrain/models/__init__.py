@@ -9,6 +9,7 @@ registry                     the families by architecture
 building                     from a `ModelConfig` to a model and its initial values; names and shapes of its layers
 llama, qwen, qwen3_5, gemma3, gemma4, phi, olmo, smollm, granite, mistral, qwen_vl, gpt_oss, deepseek
                              the families: class, tensor-parallel plan and reader of config.json of each
+transformers                 models of the transformers library, for architectures that dtrain does not have
 vision                       the vision towers of the families that accept images
 common                       parts that the families share
 """

@@ -488,9 +488,8 @@ def sequence(module: LocalParameters, tp: TensorParallel) -> None:
 
     Under sequence parallel, each rank computes only its own tokens, so gradients are summed.
     """
-    distribute_parameters(
-        module, tp, module._parameters, Replicate(), grad=Partial() if tp.sequence_parallel else Replicate()
-    )
+    gradient = Partial() if tp.sequence_parallel else Replicate()
+    distribute_parameters(module, tp, module._parameters, Replicate(), grad=gradient)
     module.sequence_tp = tp  # type: ignore[assignment]  # as above
 
 

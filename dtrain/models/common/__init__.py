@@ -5,6 +5,7 @@ functions                    norms, activations, rotary embedding
 linear                       the linear layer, and how adapters change it
 moe, routing                 mixtures of experts, their router and its balance loss
 micro_batch                  the context of one micro-batch's forward: images, KV cache, routing, adapters
+masks                        attention masks of one forward
 keys_first                   context parallel: keys are gathered while queries are projected
 config                       sizes and layer types of a model
 config_fields, model_fields, rope_config    reading them from config.json
