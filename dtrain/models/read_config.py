@@ -22,6 +22,8 @@ from dtrain.models.common.model_fields import ModelFields
 from dtrain.models.registry import architecture_of_classifier, architecture_of_model_type, families, load_class
 from dtrain.recipe.shipped import how_to_make
 
+_CLASSIFIER = "ForSequenceClassification"
+
 MAX_PARAMETERS = 10**14
 """A config with more parameters than this is taken for a mistake."""
 
@@ -147,16 +149,17 @@ def _transformers_config(values: dict[str, Any], where: str, labels: int | None,
             raise UserError(_unsupported(values, where))
         text = "model.implementation=transformers needs the transformers library: pip install 'dtrain[transformers]'"
         raise UserError(text)
-    from dtrain.models.transformers.config import read_transformers_config  # loads transformers
+    from dtrain.models.transformers.config import is_known_model_type, read_transformers_config  # loads transformers
 
+    if implementation == "auto" and not is_known_model_type(values.get("model_type")):
+        raise UserError(_unsupported(values, where))
     problems: list[str] = []
-    stem = str(next(iter(_architecture_names(values)), "")).removesuffix("ForSequenceClassification")
+    architecture = str(next(iter(_architecture_names(values)), ""))
     written_outputs = None
-    if stem in values.get("architectures", ()) or not stem:
-        config = read_transformers_config(values, where)
-    else:
+    if architecture.endswith(_CLASSIFIER):
         written_outputs = _num_outputs(values)
-        config = read_transformers_config({**values, "architectures": [f"{stem}ForCausalLM"]}, where)
+        values = {**values, "architectures": [architecture.removesuffix(_CLASSIFIER) + "ForCausalLM"]}
+    config = read_transformers_config(values, where)
     config = _with_classifier_head(config, labels, written_outputs, problems)
     if problems:
         raise UserError("\n".join([f"{where}: {config.architecture} with", *(f"  - {text}" for text in problems)]))

@@ -124,9 +124,14 @@ def test_harmless_fields_change_nothing():
     [
         (
             LLAMA_2_7B,
-            {"architectures": ["Qwen2MoeForCausalLM"]},
-            "architecture Qwen2MoeForCausalLM is not supported. For a family of your own, set model.family, or "
+            {"architectures": ["Qwen2MoxForCausalLM"], "model_type": "qwen2_mox"},
+            "architecture Qwen2MoxForCausalLM is not supported. For a family of your own, set model.family, or "
             "--family of a command, to its import path. Similar families of dtrain are Qwen3MoeForCausalLM, ",
+        ),
+        (
+            LLAMA_2_7B,
+            {"architectures": ["Qwen2MoeForCausalLM"]},
+            "architectures names Qwen2MoeForCausalLM, and the model_type llama is LlamaForCausalLM in transformers",
         ),
         (
             LLAMA_2_7B,

@@ -81,6 +81,11 @@ def read_transformers_config(values: Mapping[str, Any], where: str) -> ModelConf
     return _model_config(values, config, model, layers)
 
 
+def is_known_model_type(model_type: object) -> bool:
+    """Check whether the installed transformers has a model of this type."""
+    return isinstance(model_type, str) and model_type in transformers.CONFIG_MAPPING
+
+
 def make_library_config(values: Mapping[str, Any], where: str) -> PretrainedConfig:
     """Return the config object of transformers for the fields of a config.json.
 
@@ -95,15 +100,16 @@ def make_library_config(values: Mapping[str, Any], where: str) -> PretrainedConf
             f"{where}: {shown} is code of the model's repository, which dtrain does not run. Use a model whose class "
             "is part of the transformers library"
         )
-    if not isinstance(model_type, str) or model_type not in transformers.CONFIG_MAPPING:
+    if not is_known_model_type(model_type):
         raise UserError(f"{where}: transformers {transformers.__version__} has no model of the type {model_type}")
     with _quiet():
         config = transformers.CONFIG_MAPPING[model_type].from_dict(dict(values))
     cls = class_of(config)
     if names[0] is not None and names[0] != cls.__name__:
-        raise UserError(
-            f"{where}: {shown} is not a causal language model of transformers, which would be {cls.__name__}"
+        text = (
+            f"{where}: architectures names {shown}, and the model_type {model_type} is {cls.__name__} in transformers"
         )
+        raise UserError(f"{text}. Correct one of them")
     return config
 
 
