@@ -126,7 +126,7 @@ def test_harmless_fields_change_nothing():
             LLAMA_2_7B,
             {"architectures": ["Qwen2MoxForCausalLM"], "model_type": "qwen2_mox"},
             "architecture Qwen2MoxForCausalLM is not supported. For a family of your own, set model.family, or "
-            "--family of a command, to its import path. Similar families of dtrain are Qwen3MoeForCausalLM, ",
+            "--family of a command, to its import path. Similar families of dtrain are Qwen2ForCausalLM, ",
         ),
         (
             LLAMA_2_7B,
