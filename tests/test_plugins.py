@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import traceback
 import urllib.request
 from pathlib import Path
 
@@ -395,6 +396,8 @@ def test_mistakes(outside, override, message):
     with pytest.raises(UserError) as raised:
         validate(outside, [override])
     assert message in str(raised.value)
+    # A script that calls dtrain.run shows one traceback, which ends with the message.
+    assert "".join(traceback.format_exception(raised.value)).count("Traceback") == 1
 
 
 def test_a_run_s_own_directory_is_not_searched_for_code(world, outside):

@@ -232,7 +232,7 @@ def _with_method(sections: MethodSections, method: object) -> MethodSections:
     try:
         return sections.with_method(method)
     except UserError as error:
-        raise RecipeError([Problem("method", str(error))]) from error
+        raise RecipeError([Problem("method", str(error))]) from None  # the message has everything
 
 
 def _section_of(method: object, sections: MethodSections) -> str:
@@ -382,7 +382,7 @@ def _read_file(path: Path, overrides: Sequence[str], sections: MethodSections) -
             raise UserError(_NO_RECIPE.format(path))
         config = OmegaConf.load(io.StringIO(text))
     except yaml.MarkedYAMLError as error:
-        raise UserError(_yaml_error_message(path, text, error)) from error
+        raise UserError(_yaml_error_message(path, text, error)) from None  # the message has everything
     except RecursionError:  # if this function is called from deep within another program
         raise UserError(f"{path} is not a recipe: it is nested too deep") from None
     except (yaml.YAMLError, ValueError, OSError, OmegaConfBaseException) as error:

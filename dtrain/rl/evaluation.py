@@ -22,7 +22,7 @@ from dtrain.base.ranks import Ranks
 from dtrain.data.formats.encoder import AS_WRITTEN, describe_string_prompts
 from dtrain.data.formats.prompts import Prompt, PromptEncoder, PromptOptions, normalise_prompt
 from dtrain.data.sources.files import detect_formats, read_chunks, read_rows
-from dtrain.data.sources.reading import RowReading
+from dtrain.data.sources.reading import ReadFormat, RowReading
 from dtrain.data.text.template import ChatTemplate
 from dtrain.data.text.tokenizer import Tokenizer
 from dtrain.inference.images import prompt_images
@@ -418,18 +418,23 @@ def read_questions(
     return list(islice(iterate(), limit))  # rows after the limit are not read
 
 
-def any_prompt_has_images(files: Sequence[Path], limit: int | None) -> bool:
+def any_prompt_has_images(files: Sequence[Path], limit: int | None, source: ReadFormat) -> bool:
     """Return whether one of the first `limit` prompts of files has an image. Image files are not read.
+
+    Args:
+        files: Files of prompts.
+        limit: Look only at the first N prompts. None: at all.
+        source: Format of the rows.
 
     Raises:
         UserError: If a row is wrong, with file and line.
     """
-    names = detect_formats(files, "auto", "prompts", AS_WRITTEN, None)
+    names = detect_formats(files, source.name, "prompts", source.reading, None)
 
     def iterate() -> Iterator[Prompt]:
         for file, name in zip(files, names, strict=True):
             for chunk in read_chunks(file):
-                for _, _, prompt in read_rows(chunk, AS_WRITTEN, partial(normalise_prompt, name=name)):
+                for _, _, prompt in read_rows(chunk, source.reading, partial(normalise_prompt, name=name)):
                     yield prompt
 
     for prompt in islice(iterate(), limit):

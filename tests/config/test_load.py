@@ -6,6 +6,7 @@ import inspect
 import pickle
 import subprocess
 import sys
+import traceback
 from dataclasses import asdict, is_dataclass, replace
 from itertools import pairwise
 
@@ -278,8 +279,9 @@ def test_files_that_are_no_recipe(tmp_path):
     with pytest.raises(UserError, match=r"r\.yaml:3 is not YAML: found duplicate key"):
         load_recipe(path)
     path.write_text("train: [1\n")
-    with pytest.raises(UserError, match=r"r\.yaml:2 is not YAML"):
+    with pytest.raises(UserError, match=r"r\.yaml:2 is not YAML") as error:
         load_recipe(path)
+    assert "".join(traceback.format_exception(error.value)).count("Traceback") == 1
     path.write_text("- a\n- b\n")
     with pytest.raises(UserError, match="top level must be a mapping"):
         load_recipe(path)

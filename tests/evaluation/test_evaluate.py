@@ -24,11 +24,18 @@ def word(completions, answer, **_):
 """
 
 
+FORMATS = """
+def quiz(row):
+    return {"question": row["ask"], "answer": row["key"]}
+"""
+
+
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     root = tmp_path_factory.mktemp("eval")
     make_model(root, 1)
     (root / "judge.py").write_text(JUDGE)
+    (root / "quiz_formats.py").write_text(FORMATS)
     rows = [
         {"question": "w5 w6", "answer": "w7"},
         {"messages": [{"role": "user", "content": "w9"}, {"role": "assistant", "content": "w30"}]},
@@ -98,6 +105,15 @@ def test_the_table_and_what_stays_unknown(root, monkeypatch, capsys):
     assert json.loads(out)["prompts"] == 1 and json.loads(out)["reward_stderr"] is None
 
 
+def test_a_format_of_ones_own_reads_as_the_rows_that_it_returns(root, monkeypatch, capsys):
+    (root / "quiz.jsonl").write_text('{"ask": "w5 w6", "key": "w7"}\n')
+    arguments = ["--samples", "2", "--temperature", "1.0", "--max-new-tokens", "8", "--reward", "judge.word"]
+    for file, more in (("rows-0.jsonl", []), ("quiz.jsonl", ["--format", "quiz_formats:quiz"])):
+        status, _, err = run(root, monkeypatch, capsys, file, *more, *arguments, "--out", f"{file}.out")
+        assert status == 0, err
+    assert (root / "quiz.jsonl.out").read_text() == (root / "rows-0.jsonl.out").read_text() != ""
+
+
 def test_pass_at_k_is_the_chance_of_a_draw_without_replacement():
     for right in range(6):
         for k in range(1, 6):
@@ -136,6 +152,9 @@ def test_options_of_a_reward():
     [
         (["nowhere.jsonl"], "there is no file nowhere.jsonl"),
         (["columns.jsonl"], "Rename the columns of the file, such as body to question\n"),
+        (["rows-0.jsonl", "--format", "questoin"], "--format=questoin is not one of"),
+        (["rows-0.jsonl", "--format", "text"], "--format=text has no prompts for the model to answer"),
+        (["rows-0.jsonl", "--format", "quiz_format:quiz"], "Did you mean quiz_formats:quiz?"),
         (["rows-0.jsonl", "--reward", "math_exakt"], "did you mean math_exact"),
         (["rows-0.jsonl", "--reward", "regex={"], "are not JSON"),
         (["rows-0.jsonl", "--reward", "regex=[1]"], "must be a JSON object"),

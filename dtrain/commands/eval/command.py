@@ -14,6 +14,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("directory", metavar="DIR", type=Path, help=DIRECTORY)
     data = "JSON lines, CSV or parquet files of prompts, in the format of GRPO's data"
     parser.add_argument("data", metavar="DATA", nargs="+", help=data)
+    formats = "format of the rows, or the import path of a function that converts them (default: auto, by the columns)"
+    parser.add_argument("--format", default="auto", metavar="NAME", help=formats)
     usual = "default: math_exact, or text_exact if most reference answers contain no number"
     reward = f"name or import path of a reward, with its options as JSON after =; may be repeated ({usual})"
     parser.add_argument("--reward", action="append", metavar="FN[={...}]", help=reward)

@@ -21,6 +21,7 @@ from dtrain.checkpoint.huggingface.merged import step_of_adapter
 from dtrain.data.formats.encoder import refuse_without_template, resolve_prompts_as
 from dtrain.data.images.reader import ImageReader
 from dtrain.data.sources.files import find_files
+from dtrain.data.sources.reading import ReadFormat, read_format
 from dtrain.data.text.template import ChatTemplate
 from dtrain.inference.engine import Engine
 from dtrain.inference.generate import LoadedModel, choose_device, choose_dtype, image_problem, load, model_files
@@ -41,7 +42,7 @@ from dtrain.rl.rewards.scoring import nan_to_none
 from dtrain.training.directory import DATA
 from dtrain.training.eval_sets import default_max_new_tokens
 from dtrain.training.metrics import records
-from dtrain.training.setup.evals import usual_reward
+from dtrain.training.setup.evals import check_format, usual_reward
 
 MANY = 0.2  # share of truncated answers from which on a longer limit is recommended
 REWARD_OPTIONS = RewardKeys(
@@ -71,7 +72,10 @@ def evaluate(arguments: Namespace) -> Report:
         UserError: If the model, the data or the rewards cannot be used.
     """
     out, files = arguments.out, find_files(arguments.data, "DATA")
-    rewards = [read_reward(text) for text in arguments.reward or [usual_reward(files)]]
+    for problem in check_format(arguments.format, "--format"):
+        raise UserError(str(problem))
+    source = read_format(arguments.format, {}, "--format")
+    rewards = [read_reward(text) for text in arguments.reward or [usual_reward(files, source.reading)]]
     device = choose_device(arguments.device)
     if out is not None and not out.parent.is_dir():
         raise UserError(f"--out {out}: there is no directory {out.parent}")
@@ -80,11 +84,11 @@ def evaluate(arguments: Namespace) -> Report:
     )
     with judges:
         model_files(arguments.directory)  # refuses a directory without a model before the data are read
-        loaded, images = _load_model(arguments, files, device)
+        loaded, images = _load_model(arguments, files, source, device)
         model, tokenizer = loaded
         template = loaded.template(arguments.chat_template, arguments.template_kwargs)
         refuse_without_template(arguments.prompts_as, template, tokenizer.directory)
-        options = _question_options(arguments, model.config.max_position_embeddings, template)
+        options = _question_options(arguments, source, model.config.max_position_embeddings, template)
         length = model.config.max_position_embeddings
         prepared = prepare_questions("DATA", files, options, tokenizer, template, length, images)
         for line in prepared.notes:
@@ -101,10 +105,10 @@ def evaluate(arguments: Namespace) -> Report:
 
 
 def _load_model(
-    arguments: Namespace, files: Sequence[Path], device: torch.device
+    arguments: Namespace, files: Sequence[Path], source: ReadFormat, device: torch.device
 ) -> tuple[LoadedModel, ImageReader | None]:
     """Load the model, and a reader of images if the prompts have any."""
-    has_images = any_prompt_has_images(files, arguments.limit)
+    has_images = any_prompt_has_images(files, arguments.limit, source)
     if has_images:
         problem = image_problem(arguments.directory)
         if problem:
@@ -114,7 +118,9 @@ def _load_model(
     return loaded, images
 
 
-def _question_options(arguments: Namespace, max_positions: int, template: ChatTemplate | None) -> QuestionOptions:
+def _question_options(
+    arguments: Namespace, source: ReadFormat, max_positions: int, template: ChatTemplate | None
+) -> QuestionOptions:
     """Collect the options for encoding prompts and sampling answers."""
     max_new_tokens = arguments.max_new_tokens or default_max_new_tokens(max_positions)
     if max_new_tokens >= max_positions:
@@ -142,6 +148,8 @@ def _question_options(arguments: Namespace, max_positions: int, template: ChatTe
         system_prompt=arguments.system,
         prompts_as=resolve_prompts_as(prompts_as, num_plain_prompts, template),
         limit=arguments.limit,
+        format=source.name,
+        reading=source.reading,
         columns_key=None,
     )
 

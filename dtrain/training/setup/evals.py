@@ -43,10 +43,7 @@ def check_keys(inputs: RunInputs) -> list[Problem]:
         if not section.path:
             fix = "Set it to a file of prompts, a glob or a list of them"
             problems.append(Problem(f"{key}.path", f"{key}.path is missing", fix, is_missing=True))
-        if section.format in FORMATS_WITHOUT_PROMPTS:
-            text = f"{key}.format={section.format} has no prompts for the model to answer"
-            problems.append(Problem(f"{key}.format", text, "Use messages, question or prompt_completion"))
-        problems += unknown_name(f"{key}.format", section.format, known_formats(), plugin_key=PLUGIN_KEY)
+        problems += check_format(section.format, f"{key}.format")
         problems += columns.check_column_names(section.columns, "prompts", section.format, f"{key}.columns")
         problems += reward_problems(section.rewards, f"{key}.rewards")
         if section.samples > 1 and section.sampling.temperature == 0:
@@ -54,6 +51,14 @@ def check_keys(inputs: RunInputs) -> list[Problem]:
             fix = f"Set {key}.sampling.temperature=1.0, or {key}.samples=1"
             problems.append(Problem(f"{key}.samples", text, fix))
     return problems
+
+
+def check_format(format: str, key: str) -> list[Problem]:
+    """Check the format of prompts. `key` names it in messages: "eval.format", or "--format" of `dtrain eval`."""
+    if format in FORMATS_WITHOUT_PROMPTS:
+        text = f"{key}={format} has no prompts for the model to answer"
+        return [Problem(key, text, "Use messages, question or prompt_completion")]
+    return unknown_name(key, format, known_formats(), plugin_key=PLUGIN_KEY)
 
 
 def check_files(inputs: RunInputs) -> list[Problem]:
