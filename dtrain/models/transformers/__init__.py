@@ -8,6 +8,7 @@ attention, the head and the losses. Nothing outside of this package knows which 
     model       `TransformersCausalLM` and its decoder, which calls that of transformers
     modules     classes of its modules, which read sharded parameters
     running     the running forward, and the attention function that transformers calls
+    experts     mixtures of experts, which transformers calls
     plan        tensor-parallel plans of transformers in dtrain's styles
 
 Data flow of a step of Cohere2 on 2 tp ranks: `policy.score.Scorer` calls `model.with_head(loss, input_ids, context)`.

@@ -18,13 +18,17 @@ import torch
 import transformers
 from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
+from transformers.integrations.moe import ExpertsInterface
 
 from dtrain.base.errors import UserError
 from dtrain.models.common.config import FULL, LINEAR, SLIDING, KVHeads, ModelConfig, TransformersModel
+from dtrain.models.transformers.experts import compute_experts
 from dtrain.models.transformers.running import attend, get_layer_index
 
 ATTENTION = "dtrain"
 """Name of dtrain's attention in transformers' registry."""
+EXPERTS = "dtrain"
+"""Name of dtrain's experts in transformers' registry."""
 _RECORDING = "dtrain_recording"
 _PROBE_TOKENS = 4  # tokens of the row with which shapes are recorded
 
@@ -55,6 +59,7 @@ class RecordedAttention:
 
 
 AttentionInterface.register(ATTENTION, attend)
+ExpertsInterface.register(EXPERTS, compute_experts)
 
 
 def read_transformers_config(values: Mapping[str, Any], where: str) -> ModelConfig:
@@ -138,24 +143,21 @@ def build_library_model(config: PretrainedConfig, attention: str, device: str = 
 
     Args:
         config: The config. It is copied.
-        attention: Name of the attention in transformers' registry, or "eager".
+        attention: Name of the attention in transformers' registry. With "eager", experts are transformers' own, too.
         device: "meta" or "cpu".
     """
     config = deepcopy(config)
     config.use_cache = False
+    experts = "eager" if attention == "eager" else EXPERTS
     with _quiet(), torch.device(device):
         model = class_of(config)._from_config(
-            config, dtype=torch.float32, attn_implementation=attention, experts_implementation="eager"
+            config, dtype=torch.float32, attn_implementation=attention, experts_implementation=experts
         )
     return model.train()
 
 
 def record_attention(config: PretrainedConfig) -> list[RecordedAttention | None]:
-    """Return the attention of each layer. None for a layer without attention.
-
-    Mixtures of experts cannot run on the meta device, because the experts of a token depend on values. Their MLPs are
-    skipped.
-    """
+    """Return the attention of each layer. None for a layer without attention."""
     recorded: dict[int, RecordedAttention] = {}
 
     def record(
@@ -182,9 +184,6 @@ def record_attention(config: PretrainedConfig) -> list[RecordedAttention | None]
 
     AttentionInterface.register(_RECORDING, record)
     model = build_library_model(config, _RECORDING)
-    for module in model.modules():
-        if hasattr(module, "num_experts") and hasattr(module, "down_proj"):
-            module.forward = lambda hidden, *routing, **unused: hidden
     ids = torch.zeros((1, _PROBE_TOKENS), dtype=torch.int64, device="meta")
     positions = torch.zeros((1, _PROBE_TOKENS), dtype=torch.int64, device="meta")
     with torch.no_grad(), _quiet():
