@@ -190,14 +190,35 @@ def test_the_planned_peak_is_that_of_a_real_step(tmp_path, ranks, monkeypatch):
     assert_planned(recipes, ranks)
 
 
-def assert_planned(recipes, ranks):
+LIBRARY = {  # models of transformers: a window, and a mixture of experts
+    "cohere2": {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    "olmoe": {"num_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 256},
+}
+ARCHITECTURES = {"cohere2": "Cohere2ForCausalLM", "olmoe": "OlmoeForCausalLM"}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_planned_peak_of_a_model_of_transformers_is_that_of_a_real_step(tmp_path, ranks):
+    recipes = {}
+    for kind, changes in LIBRARY.items():
+        more = {"architectures": [ARCHITECTURES[kind]], "model_type": kind, "pad_token_id": None, **SHAPE, **changes}
+        path = write_model(tmp_path / kind, "llama", tied=False, **more)
+        settings = [f"model.path={path}", "model.implementation=transformers", "train.dtype=float32"]
+        settings += ["data.max_length=256", "launch.device=cpu", "train.global_batch=2", "train.micro_batch=1"]
+        meshes = [[FULL]] if ranks == 1 else [["parallel.tp=2", "parallel.sequence_parallel=false"], ["parallel.cp=2"]]
+        for mesh in meshes:
+            recipes[f"{kind} {mesh}"] = tiny_recipe(tmp_path, *settings, *mesh)
+    assert_planned(recipes, ranks, rtol=0.05)
+
+
+def assert_planned(recipes, ranks, rtol=0.005):
     """Assert that the planned peak of each recipe is that of its real step."""
     wrong = []
     for name, found in run_cases(peaks_of_a_step, ranks, {name: (one, ranks) for name, one in recipes.items()}).items():
         planned = plan_step(resolve_plan(recipes[name], ranks, "cpu")).peak
         living, allocated = max(found)
-        is_near = planned == pytest.approx(living, rel=0.005)
+        is_near = planned == pytest.approx(living, rel=rtol)
         is_new = ranks == 1 and "put aside" not in name  # the first step has made the buffers
-        if not is_near or (is_new and planned != pytest.approx(allocated, rel=0.005)):
+        if not is_near or (is_new and planned != pytest.approx(allocated, rel=rtol)):
             wrong.append(f"{name}: planned {planned:,}, living {living:,}, allocated {allocated:,} bytes")
     assert not wrong

@@ -142,7 +142,8 @@ class TransformersCausalLM(CausalLM):
     @property
     def initial_values(self) -> Mapping[str, str]:  # type: ignore[override]  # a table of the class in other families
         """`CausalLM.initial_values`, read from the values that transformers gives to each kind of module."""
-        return find_initial_values(cast(TransformersDecoder, self.model).library_model)
+        # The modules of this model may be sharded already.
+        return find_initial_values(build_library_model(self._library_config, ATTENTION))
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> Self:
         """Allocate the model's memory, and compute the buffers that are not in files."""
