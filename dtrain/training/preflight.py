@@ -12,6 +12,7 @@ from dtrain.base.errors import Problem, RecipeError
 from dtrain.base.ranges import find_out_of_range
 from dtrain.recipe import Recipe, redact
 from dtrain.recipe.saved import origin_notes_of
+from dtrain.training import metrics
 from dtrain.training.hub_files import missing_problems, with_local_model
 from dtrain.training.inputs import RunInputs, World
 from dtrain.training.registry import recipe_and_problems
@@ -66,8 +67,10 @@ def preflight(recipe: Recipe, world_size: int, until: "Depth" = "files") -> list
     """
     from dtrain.training.dry_run import find_problems  # loads torch
 
-    inputs = RunInputs.of(recipe, World(world_size))
-    return [redacted(problem, recipe) for problem in find_problems(inputs, until)]
+    problems = find_problems(RunInputs.of(recipe, World(world_size)), until)
+    if until == "files":  # `plan` needs no trackers
+        problems += metrics.package_problems(recipe.metrics) + metrics.option_problems(recipe.metrics)
+    return [redacted(problem, recipe) for problem in problems]
 
 
 def shape_problems(recipe: Recipe, world_size: int) -> list[Problem]:

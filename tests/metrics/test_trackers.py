@@ -17,6 +17,7 @@ import sys
 import pytest
 import yaml
 
+import dtrain
 from dtrain.base.errors import RecipeError, UserError
 from dtrain.launch import validate
 from dtrain.recipe.saved import to_yaml
@@ -288,6 +289,13 @@ def test_mistakes_are_reported_before_any_work(sinks, entries, told):
         assert told in str(error)
     else:
         assert told in problems_of(recipe)
+
+
+def test_a_run_reports_mistakes_of_sinks_with_all_others(sinks):
+    recipe = yaml.safe_load(to_yaml(tiny_recipe(sinks, "data.train.path=gone.jsonl", "metrics.sinks=['no_such:Sink']")))
+    with pytest.raises(RecipeError) as raised:
+        dtrain.run(recipe)
+    assert [problem.key for problem in raised.value.problems] == ["data.train.path", "metrics.sinks[0].name"]
 
 
 def test_a_missing_package_is_reported_with_its_installation(sinks):
