@@ -186,7 +186,7 @@ FILES = (
     slip("model.path={root}/peft", "is an adapter in PEFT's layout", "lora.path=", "model.path=",
          files={"peft/adapter_config.json": ADAPTER, "peft/adapter_model.safetensors": ""}),
     slip("model.path={root}/odd", "odd/config.json", files={"odd/config.json": "{not json"}),
-    slip("model.path={root}/bert", "architecture BertModel is not supported. For a family of your own",
+    slip("model.path={root}/bert", "bert/config.json: architecture", "BertModel",
          files={"bert/config.json": '{"architectures": ["BertModel"], "model_type": "bert"}'}),
     slip("model.init=pretrained", "has neither model.safetensors nor", "or model.init=scratch"),
     slip("model.path=no-such-org/no-such-model", "model.path=no-such-org/no-such-model", "dtrain download"),
