@@ -232,8 +232,13 @@ def num_traces(spec: StepSpec) -> int:
 
 
 def _traced_configs(spec: StepSpec, whole: bool) -> list[ModelConfig]:
-    """Return configs of the model with the numbers of layers to trace: two numbers, or all layers."""
+    """Return configs of the model with the numbers of layers to trace: two numbers, or all layers.
+
+    All layers of a model of transformers are traced, because its own config says which layers are alike.
+    """
     config = spec.model_config
+    if config.transformers is not None:
+        return [config]
     num_layers, period = config.num_hidden_layers, spec.facts.layer_period
     # The layers near both ends, and as many more as are left when whole periods are removed from the model.
     few = 2 * spec.facts.num_end_layers
