@@ -30,6 +30,14 @@ from tests.world import fork
 from tools import coming_from
 
 MODELS = ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-8B", "meta-llama/Llama-3.1-8B-Instruct")
+LIBRARY_MODEL = "CohereLabs/c4ai-command-r7b-12-2024"  # its modules are those of transformers
+COHERE2 = {
+    "architectures": ["Cohere2ForCausalLM"],
+    "model_type": "cohere2",
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "pad_token_id": None,
+}
 TINY = (
     "train.steps=2",
     "train.epochs=null",
@@ -76,6 +84,7 @@ class Directory:
     def fill(self, models: Path, *, makes_recipe: bool) -> "Directory":
         for name in MODELS:
             shutil.copytree(models, self.path / name)
+        shutil.copytree(models.parent / "library", self.path / LIBRARY_MODEL)
         write_data(self.path)
         (self.path / "key.txt").write_text("secret\n")
         (self.path / "runs").mkdir(exist_ok=True)
@@ -336,7 +345,8 @@ def write_data(directory: Path) -> None:
 
 
 def tiny_model(directory: Path) -> Path:
-    """A tiny model with weights, tokenizer and chat template."""
+    """A tiny model with weights, tokenizer and chat template, and one of transformers next to it, `library`."""
+    make_model(directory, 0, out="library", family="llama", **COHERE2)
     return make_model(directory, 0)
 
 

@@ -41,9 +41,9 @@ TEMPLATE = (
 )
 
 
-def make_model(directory: Path, seed: int, out: str = "model", family: str = "qwen3") -> Path:
+def make_model(directory: Path, seed: int, out: str = "model", family: str = "qwen3", **changes) -> Path:
     """A whole model's directory with random weights of `seed`, its tokenizer, and a chat template."""
-    source = write_model(directory / "source", family)
+    source = write_model(directory / "source", family, **changes)
     (source / "chat_template.jinja").write_text(TEMPLATE)
     model = models.build(models.read_config(source), torch.float32)
     models.init_weights(model, seed)
