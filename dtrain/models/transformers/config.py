@@ -307,7 +307,7 @@ def _model_config(
             has_head_bias=head.bias is not None,
             logit_factor=_logit_factor(config),
             num_parameters=sum(parameter.numel() for parameter in model.parameters() if parameter.dim() > 1),
-            max_document_length=_max_document_length(config),
+            max_document_length=_max_document_length(config, model),
         ),
     )
 
@@ -322,8 +322,14 @@ def _logit_factor(config: PretrainedConfig) -> float:
     return factor
 
 
-def _max_document_length(config: PretrainedConfig) -> int | None:
-    """Return the longest document for which rotary tables do not depend on the other rows. None if any length is."""
+def _max_document_length(config: PretrainedConfig, model: PreTrainedModel) -> int | None:
+    """Return the longest document that the model computes right. None if any length is.
+
+    It is limited by a table of positions, and by rotary tables that depend on the longest row of a micro-batch.
+    """
+    for child in model.base_model.children():
+        if isinstance(child, nn.Embedding) and child is not model.get_input_embeddings():
+            return int(config.max_position_embeddings)
     parameters = getattr(config, "rope_parameters", None) or {}
     sections = parameters.values() if all(isinstance(value, dict) for value in parameters.values()) else [parameters]
     for section in sections:
