@@ -23,7 +23,7 @@ from transformers.integrations.moe import ExpertsInterface
 from dtrain.base.errors import UserError
 from dtrain.models.common.config import FULL, LINEAR, SLIDING, KVHeads, ModelConfig, TransformersModel
 from dtrain.models.transformers.experts import compute_experts
-from dtrain.models.transformers.running import attend, get_layer_index
+from dtrain.models.transformers.running import UNSET, Unset, attend, get_layer_index, get_window
 
 ATTENTION = "dtrain"
 """Name of dtrain's attention in transformers' registry."""
@@ -167,16 +167,15 @@ def record_attention(config: PretrainedConfig) -> list[RecordedAttention | None]
         value: Tensor,
         attention_mask: Tensor | None,
         scaling: float | None = None,
-        sliding_window: int | None = None,
+        sliding_window: int | None | Unset = UNSET,
         s_aux: Tensor | None = None,
         **unused: object,
     ) -> tuple[Tensor, None]:
-        window = sliding_window if sliding_window is not None else getattr(module, "sliding_window", None)
         recorded[get_layer_index(module)] = RecordedAttention(
             heads=query.shape[1],
             kv=KVHeads(key.shape[1], key.shape[-1], value.shape[-1]),
             scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
-            window=window,
+            window=get_window(module, sliding_window),
             has_sinks=s_aux is not None,
         )
         output = query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1])

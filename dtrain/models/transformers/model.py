@@ -6,7 +6,7 @@ TransformersCausalLM        dtrain's `CausalLM`: head, tied weights, names in fi
 """
 
 from collections.abc import Mapping
-from copy import deepcopy
+from copy import copy, deepcopy
 from typing import Any, Self, cast
 
 import torch
@@ -106,10 +106,22 @@ class TransformersDecoder(Stack):
         return torch.arange(length, device=input_ids.device)[None]
 
     def reset_buffers(self) -> None:
-        """Compute the buffers that are not in files, such as rotary frequencies, as transformers initialises them."""
+        """Compute the buffers that are not in files, as transformers initialises them.
+
+        Examples are rotary frequencies and the factor of Gemma's embeddings. The parameters stay as they are.
+        """
         for module in self.modules():
-            if module._non_persistent_buffers_set and not list(module.parameters(recurse=False)):
-                self.library_model._init_weights(module)
+            if not module._non_persistent_buffers_set:
+                continue
+            # transformers initialises parameters and buffers in one call. The copy has the module's own buffers, and
+            # parameters on the meta device, where initialising does nothing.
+            shell = copy(module)
+            shell._parameters = {}
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    parameter = nn.Parameter(torch.empty(parameter.shape, device="meta"), requires_grad=False)
+                shell._parameters[name] = parameter
+            self.library_model._init_weights(shell)
 
 
 class TransformersCausalLM(CausalLM):

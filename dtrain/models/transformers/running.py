@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from enum import Enum
 
 import torch
 from torch import Tensor
@@ -83,6 +84,16 @@ def running(forward: RunningForward | None) -> Iterator[None]:
         _running.reset(token)
 
 
+class Unset(Enum):
+    """Type of `UNSET`."""
+
+    UNSET = "unset"
+
+
+UNSET = Unset.UNSET
+"""Default of an argument for which None has a meaning."""
+
+
 def attend(
     module: torch.nn.Module,
     query: Tensor,
@@ -91,7 +102,7 @@ def attend(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    sliding_window: int | None = None,
+    sliding_window: int | None | Unset = UNSET,
     s_aux: Tensor | None = None,
     softcap: float | None = None,
     **unused: object,
@@ -106,7 +117,7 @@ def attend(
         attention_mask: None, because no mask function is registered for dtrain. The mask is that of the micro-batch.
         scaling: Factor of the scores. None: 1/sqrt(hd).
         dropout: Probability of dropout, which must be 0.
-        sliding_window: Number of keys that a query sees.
+        sliding_window: Number of keys that a query sees. None: all earlier ones. UNSET: see `get_window`.
         s_aux: Attention sinks, [H].
         softcap: Must be None.
         unused: Further arguments, which do not change the result of a causal layer.
@@ -128,13 +139,27 @@ def attend(
         raise NotImplementedError(f"its attention has dropout ({dropout})")
     if not getattr(module, "is_causal", True):
         raise NotImplementedError("its attention is not causal")
-    if sliding_window is None:
-        sliding_window = getattr(module, "sliding_window", None)
+    window = get_window(module, sliding_window)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     # Attention takes [B, S, heads, hd].
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    output = forward.attend(get_layer_index(module), q, k, v, scale, sliding_window, s_aux)
+    output = forward.attend(get_layer_index(module), q, k, v, scale, window, s_aux)
     return output, None
+
+
+def get_window(module: torch.nn.Module, sliding_window: int | None | Unset) -> int | None:
+    """Return the number of keys that a query of an attention module of transformers sees. None: all earlier ones.
+
+    Most modules pass the window as an argument. The argument decides if there is one: Exaone4's layers all have the
+    attribute `sliding_window`, and those with full attention pass None. Modules that pass nothing have the attribute.
+
+    Args:
+        module: The attention module.
+        sliding_window: The argument. UNSET if the module has passed none.
+    """
+    if isinstance(sliding_window, Unset):
+        return getattr(module, "sliding_window", None)
+    return sliding_window
 
 
 def get_layer_index(module: torch.nn.Module) -> int:
