@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dtrain.attention.kernels import Kernel
+from dtrain.base.errors import UserError
 from dtrain.models.common.config import ModelConfig, TransformersModel
 from dtrain.models.common.decoder import CausalLM
 from dtrain.models.common.masks import AttentionMasks
@@ -109,19 +110,38 @@ class TransformersDecoder(Stack):
         """Compute the buffers that are not in files, as transformers initialises them.
 
         Examples are rotary frequencies and the factor of Gemma's embeddings. The parameters stay as they are.
+
+        Raises:
+            UserError: If transformers does not initialise a buffer.
         """
-        for module in self.modules():
-            if not module._non_persistent_buffers_set:
-                continue
-            # transformers initialises parameters and buffers in one call. The copy has the module's own buffers, and
-            # parameters on the meta device, where initialising does nothing.
-            shell = copy(module)
-            shell._parameters = {}
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    parameter = nn.Parameter(torch.empty(parameter.shape, device="meta"), requires_grad=False)
-                shell._parameters[name] = parameter
-            self.library_model._init_weights(shell)
+        decoder = self.library_model.base_model
+        modules = [module for module in self.modules() if module._non_persistent_buffers_set]
+        buffers: dict[str, Tensor] = {}
+        for module in modules:
+            for name in module._non_persistent_buffers_set:
+                buffer = module._buffers[name]
+                if buffer is not None and buffer.is_floating_point() and not buffer.is_meta:
+                    buffers[f"{type(module).__name__}.{name}"] = buffer.fill_(torch.nan)
+        # The decoder comes first: Falcon-H1 computes buffers of its layers there.
+        for module in [decoder, *modules]:
+            self.library_model._init_weights(_without_values(module))
+        for name, buffer in buffers.items():
+            if bool(buffer.isnan().any()):
+                raise UserError(f"{self.config.architecture}: transformers does not initialise the buffer {name}")
+
+
+def _without_values(module: nn.Module) -> nn.Module:
+    """Return a copy with the same buffers, and with parameters on the meta device, where initialising does nothing.
+
+    transformers initialises the parameters and buffers of a module in one call.
+    """
+    shell = copy(module)
+    shell._parameters = {}
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            parameter = nn.Parameter(torch.empty(parameter.shape, device="meta"), requires_grad=False)
+        shell._parameters[name] = parameter
+    return shell
 
 
 class TransformersCausalLM(CausalLM):
