@@ -148,7 +148,9 @@ def _open_model(source: Path, dtype: torch.dtype | None) -> ModelExport:
     layout = layout_of(source)
     model, files = _build_on_meta(layout), WeightFiles(source)
     sources = check_fit(model, files)
-    exact = {sources[name].name for name in exact_names(model)}  # names in the files
+    exact: set[str] = set()  # names in the files
+    for name in exact_names(model):
+        exact.update(sources[name].names)
     # A set in order of appearance: several tensors of the model may be parts of one tensor of the files.
     file_names: dict[str, None] = {}
     for rows in sources.values():
@@ -160,9 +162,10 @@ def _open_model(source: Path, dtype: torch.dtype | None) -> ModelExport:
     return ModelExport(f"weights of {source}", model, layout, entries)
 
 
-def _build_on_meta(layout: Layout, labels: int = 0) -> CausalLM:
+def _build_on_meta(layout: Layout, labels: int = 0, implementation: str = "auto") -> CausalLM:
     """Build the model of a config.json on meta, with a head of `labels` outputs if that is not 0."""
-    return build(read_config(layout.source, labels, vision=layout.has_tower), device="meta")
+    config = read_config(layout.source, labels, vision=layout.has_tower, implementation=implementation)
+    return build(config, device="meta")
 
 
 def _open_adapter(
@@ -233,7 +236,7 @@ def _open_step(
     has_tower = any(is_in_vision_tower(name.removeprefix("model.")) for name in specs)
     layout = _run_layout(run, facts, {"step": step, "save": state.get("save")}, has_tower)
     labels = _num_outputs(specs)
-    model = _build_on_meta(layout, labels)
+    model = _build_on_meta(layout, labels, facts.implementation)
     weights = _StepWeights(_model_specs(specs), store.open_step(step))
     adapter = StoredAdapter(directory / ADAPTER, model) if trains_adapter else None
     if adapter is not None and form in ("adapter", "folded"):
@@ -251,7 +254,7 @@ def _open_step(
     base = None
     if missing:
         base = BaseWeights(
-            _build_on_meta(layout, labels),
+            _build_on_meta(layout, labels, facts.implementation),
             WeightFiles(facts.base_directory(state)),
             None if original_base else facts.training_dtype(state),
             in_4_bits=facts.nf4 and not original_base,

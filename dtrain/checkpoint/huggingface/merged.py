@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +35,7 @@ from dtrain.base.ranks import Ranks, file_digests
 from dtrain.checkpoint.dcp.store import MANIFEST, CheckpointStore
 from dtrain.checkpoint.dcp.training_state import model_tensors, tensor_aliases
 from dtrain.checkpoint.huggingface import quantized
+from dtrain.checkpoint.huggingface.converted import is_library_model
 from dtrain.checkpoint.huggingface.file_rows import FusedWeight, fused_weights
 from dtrain.checkpoint.huggingface.read import check_fit
 from dtrain.checkpoint.huggingface.safetensor_files import COPIED_DTYPES, DTYPES_BY_NAME, WeightFiles, weight_files
@@ -44,6 +45,10 @@ from dtrain.models.common.decoder import CausalLM
 from dtrain.models.common.moe import Router
 from dtrain.parallel.placement import to_parameter_device
 from dtrain.parallel.tensor import full_precision_modules
+
+if TYPE_CHECKING:
+    from dtrain.models.transformers.conversion import Conversion
+    from dtrain.models.transformers.model import TransformersCausalLM
 
 _MAX_RECIPE_ENTRIES = 100_000  # entries of a config.yaml, counting those that YAML's aliases repeat
 
@@ -129,12 +134,14 @@ def weights_in_files(model: nn.Module | ModelConfig, weights: Mapping[str, FullW
     The module `file_rows` describes the differences between the two.
 
     Args:
-        model: The model or its ModelConfig.
+        model: The model, or its ModelConfig if the weights are those of an adapter.
         weights: Weights by the model's names.
 
     Returns:
         Weights by the files' names.
     """
+    if is_library_model(model):
+        return _converted_weights(model, weights)
     stacks: dict[str, _ExpertStack] = {}
     in_files: dict[str, FullWeight] = {}
     for fused in fused_weights(model, weights):
@@ -169,6 +176,52 @@ class _ExpertStack:
         if self._num_unread[dtype] == 0:
             del self._tensors[dtype]
         return matrix
+
+
+def _converted_weights(model: "TransformersCausalLM", weights: Mapping[str, FullWeight]) -> dict[str, FullWeight]:
+    """Return the tensors that transformers' `save_pretrained` writes, by their names in files."""
+    from dtrain.models.transformers.conversion import plan_saving  # loads transformers
+
+    by_library_name = {model.library_name(name): weight for name, weight in weights.items()}
+    shapes = {name: tuple(weight.shape) for name, weight in by_library_name.items()}
+    in_files: dict[str, FullWeight] = {}
+    for conversion in plan_saving(model.library_model, shapes):
+        sources = {name: by_library_name[name] for name in conversion.source_names}
+        first, *others = sources.values()
+        if conversion.converter is None:
+            (file_name,) = conversion.targets
+            in_files[file_name] = replace(first, names=[file_name])
+            continue
+        results = _Converted(conversion, sources)
+        for file_name, shape in conversion.targets.items():
+            in_files[file_name] = FullWeight(
+                [file_name],
+                shape=torch.Size(shape),
+                dtype=reduce(torch.promote_types, [other.dtype for other in others], first.dtype),
+                read=partial(results.read, file_name),
+                collective=any(source.collective for source in sources.values()),
+                exact=any(source.exact for source in sources.values()),
+            )
+    return in_files
+
+
+class _Converted:
+    """Reads the results of a conversion of transformers one by one.
+
+    The conversion is computed (and its sources are gathered) once for all of its results. They are freed when each of
+    them has been read once.
+    """
+
+    def __init__(self, conversion: "Conversion", sources: Mapping[str, FullWeight]):
+        self._conversion, self._sources = conversion, sources
+        self._results: dict[torch.dtype, dict[str, Tensor]] = {}
+
+    def read(self, name: str, dtype: torch.dtype) -> Tensor:
+        """Return a result."""
+        if name not in self._results.get(dtype, {}):
+            tensors = {source: weight.read(dtype) for source, weight in self._sources.items()}
+            self._results[dtype] = self._conversion.convert(tensors)
+        return self._results[dtype].pop(name)
 
 
 def _join_parts(fused: FusedWeight, parts: list[FullWeight]) -> FullWeight:
@@ -428,6 +481,7 @@ class RunFacts:
         freezes: Whether some weights are not trained.
         nf4: Whether frozen linear layers are rounded to 4 bits.
         dtype: Dtype of computation, if the recipe sets one.
+        implementation: Whose modules computed the model, as in `read_config`.
     """
 
     file: Path
@@ -436,6 +490,7 @@ class RunFacts:
     freezes: bool = False
     nf4: bool = False
     dtype: torch.dtype | None = None
+    implementation: str = "auto"
 
     @classmethod
     def from_run(cls, run: Path) -> "RunFacts":
@@ -447,7 +502,8 @@ class RunFacts:
         try:
             check_json_size(yaml.load(text, Loader=yaml.BaseLoader), _MAX_RECIPE_ENTRIES)
             recipe = OmegaConf.create(text)
-            keys = ("model.path", "model.init", "train.dtype", "lora", "train.train_only", "train.freeze")
+            keys = ("model.path", "model.init", "model.implementation", "train.dtype", "lora", "train.train_only")
+            keys += ("train.freeze",)
             # A value may refer to an environment variable that is not set now. Then it is None.
             values = {key: OmegaConf.select(recipe, key, throw_on_resolution_failure=False) for key in keys}
         except (OmegaConfBaseException, yaml.YAMLError, ValueError, RecursionError) as error:
@@ -467,6 +523,7 @@ class RunFacts:
             freezes=lora is not None or bool(values["train.train_only"]) or bool(values["train.freeze"]),
             nf4=isinstance(lora, DictConfig) and lora.get("quantize") == "nf4",
             dtype=DTYPES_BY_NAME.get(values["train.dtype"]),
+            implementation=values["model.implementation"] or "auto",
         )
 
     def base_directory(self, state: dict[str, Any]) -> Path:

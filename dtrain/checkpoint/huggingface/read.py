@@ -5,7 +5,7 @@ stored. `read_weights` then fills the model tensor by tensor. So a model that do
 """
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -16,6 +16,7 @@ from dtrain.adapters.config import is_adapter
 from dtrain.base.errors import UserError, limit_problems
 from dtrain.checkpoint.dcp.training_state import model_tensors, tensor_aliases
 from dtrain.checkpoint.huggingface import quantized
+from dtrain.checkpoint.huggingface.converted import Located, is_library_model, locate_converted
 from dtrain.checkpoint.huggingface.file_rows import FileRows, fused_weights, locate_parts
 from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles
 from dtrain.models.common.config import ModelConfig
@@ -71,11 +72,28 @@ def check_fit(model: nn.Module, files: WeightFiles, not_read: Collection[str] = 
     Raises:
         UserError: One error that lists everything that does not fit, as in `read_weights`.
     """
-    names = tensor_aliases(model)
     shapes = _required_shapes(model, not_read)
-    may_be_missing = _new_weights(model)
+    located = _locate(model, files, shapes)
+    mismatches = list(located.mismatches)
+    for names in located.matches.values():
+        mismatches += _tie_mismatches(files, names)
+    unexpected = _unexpected(model, located.unexpected)
+    if located.missing or mismatches or unexpected:
+        lines = [f"{files.directory}: the weights do not fit the model that config.json describes:"]
+        for problems in (located.missing, mismatches, unexpected):
+            lines += limit_problems(problems, name_kind=True)
+        raise UserError("\n  ".join(lines))
+    return located.sources
 
+
+def _locate(model: nn.Module, files: WeightFiles, shapes: Mapping[str, tuple[int, ...]]) -> Located:
+    """Find the tensors of a model in files. `shapes` has those that the files must have, by the model's names."""
+    may_be_missing = _new_weights(model)
+    if is_library_model(model):
+        return locate_converted(model, files, shapes, may_be_missing)
+    names = tensor_aliases(model)
     sources: dict[str, FileRows] = {}
+    matches_by_name: dict[str, list[str]] = {}
     used: set[str] = set()  # names in the files
     missing: list[str] = []
     mismatches: list[str] = []
@@ -91,6 +109,7 @@ def check_fit(model: nn.Module, files: WeightFiles, not_read: Collection[str] = 
             missing.append(f"missing: {aliases[0]}{hint}")
             continue
         file_name = matches[0]
+        matches_by_name[fused.name] = matches
         shape, rows = locate_parts(fused, file_name, shapes)
         for part, location in rows.items():
             earlier = sources.get(part)
@@ -102,15 +121,7 @@ def check_fit(model: nn.Module, files: WeightFiles, not_read: Collection[str] = 
         # The codes of stacked experts are not read from files: their weights are rounded.
         is_codes = name.endswith(quantized.CODES) and len(shapes[name]) == 2
         mismatches += _mismatches(files, file_name, shape, is_codes, bool(quantization))
-        mismatches += _tie_mismatches(files, matches)
-
-    unexpected = _unexpected(model, files.stored.keys() - used)
-    if missing or mismatches or unexpected:
-        lines = [f"{files.directory}: the weights do not fit the model that config.json describes:"]
-        for problems in (missing, mismatches, unexpected):
-            lines += limit_problems(problems, name_kind=True)
-        raise UserError("\n  ".join(lines))
-    return sources
+    return Located(sources, matches_by_name, missing, mismatches, list(files.stored.keys() - used))
 
 
 def _required_shapes(model: nn.Module, not_read: Collection[str]) -> dict[str, tuple[int, ...]]:

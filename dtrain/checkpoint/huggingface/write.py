@@ -29,6 +29,7 @@ from dtrain.base.files import check_can_publish, publish, resolve_links, set_asi
 from dtrain.base.model_directory import CONFIG, WEIGHTS, WEIGHTS_INDEX, has_weights
 from dtrain.base.ranks import Ranks
 from dtrain.checkpoint.dcp.training_state import model_tensors
+from dtrain.checkpoint.huggingface.converted import is_library_model
 from dtrain.checkpoint.huggingface.merged import FullWeight, full_weights, stored_weight
 from dtrain.checkpoint.huggingface.model_files import (
     classifier_config,
@@ -123,7 +124,7 @@ class Layout:
         return has_untrained_parts(self.config) and self.files is None and not self.has_tower
 
     def name(self, model: nn.Module, names: list[str]) -> str:
-        """Return the name of a tensor in the files: the one that the source uses.
+        """Return the name of a tensor in the files: the one that the source uses, if there are several.
 
         Args:
             model: The model.
@@ -131,6 +132,8 @@ class Layout:
         """
         if self.is_text_tower_only:
             return cast(str, model.text_name(names[0]))  # type: ignore[operator]  # of a `TextTower`
+        if is_library_model(model):
+            return names[0]  # `merged.weights_in_files` has converted it to the name of `save_pretrained`
         candidates = candidate_names(model, names)
         if self.files is not None:
             for candidate in candidates:

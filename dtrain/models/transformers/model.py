@@ -183,12 +183,35 @@ class TransformersCausalLM(CausalLM):
         cast(TransformersDecoder, self.model).reset_buffers()
         return self
 
-    def checkpoint_names(self, name: str) -> list[str]:
-        """Override `CausalLM.checkpoint_names`."""
+    @property
+    def library_model(self) -> PreTrainedModel:
+        """The model of transformers. Its decoder has the modules of this one."""
+        return cast(TransformersDecoder, self.model).library_model
+
+    def library_name(self, name: str) -> str:
+        """Return transformers' name of a parameter or buffer."""
         source = _source_of(self.config)
-        if name.startswith("lm_head."):
-            return [name.replace("lm_head", source.head, 1)]
-        return [name.replace("model", source.prefix, 1)]
+        for own_prefix, prefix in (("lm_head.", source.head), ("model.", source.prefix)):
+            if name.startswith(own_prefix):
+                return f"{prefix}.{name.removeprefix(own_prefix)}"
+        return name
+
+    def checkpoint_names(self, name: str) -> list[str]:
+        """Override `CausalLM.checkpoint_names`. Files of some architectures have other names (`conversion`)."""
+        return [self.library_name(name)]
+
+    @property
+    def ignored_checkpoint_names(self) -> tuple[str, ...]:
+        """Override `CausalLM.ignored_checkpoint_names`: also the layers that predict further tokens."""
+        source = _source_of(self.config)
+        patterns = [*super().ignored_checkpoint_names]
+        if self.config.has_new_head:
+            patterns.append(rf"{source.head}\..*")
+        first = self.config.num_hidden_layers
+        num_further = getattr(self._library_config, "num_nextn_predict_layers", None) or 0
+        for index in range(first, first + num_further):
+            patterns.append(rf"{source.prefix}\.{source.layers}\.{index}\..*")
+        return tuple(patterns)
 
 
 def _source_of(config: ModelConfig) -> TransformersModel:
