@@ -33,6 +33,7 @@ OPTIONAL_FILES = {
     "dtrain/commands/report/live.py",
     "dtrain/commands/serve/app.py",
     "dtrain/models/transformers/config.py",
+    "dtrain/models/transformers/conversion.py",
     "dtrain/models/transformers/model.py",
 }
 

@@ -178,7 +178,11 @@ def _with_classifier_head(
         problems: Problems found so far.
     """
     if labels is not None and (labels or written_outputs):
-        if config.transformers is None and families()[config.architecture].classifier is None:
+        if config.transformers is not None:
+            if classifier_name(config) is None:
+                stem = config.architecture.partition("For")[0]
+                problems.append(f"no head of classes or rewards: transformers has no {stem}{_CLASSIFIER}")
+        elif families()[config.architecture].classifier is None:
             names = ", ".join(name for name, family in families().items() if family.classifier)
             problems.append(f"no head of classes or rewards; there is one for: {names}")
         if written_outputs and labels not in (0, written_outputs):
@@ -196,6 +200,15 @@ def _with_classifier_head(
             "writes none. method=reward trains it; elsewhere give a language model"
         )
     return config
+
+
+def classifier_name(config: ModelConfig) -> str | None:
+    """Return the architecture of the classifier of a language model. None if there is none."""
+    if config.transformers is None:
+        return families()[config.architecture].classifier
+    from dtrain.models.transformers.config import find_classifier  # loads transformers
+
+    return find_classifier(config.transformers.values)
 
 
 def num_classifier_outputs(values: Mapping[str, Any]) -> int | None:

@@ -231,7 +231,10 @@ def test_a_padding_token_that_ends_texts_is_none_of_a_classifiers(tmp_path):
     (directory / "tokenizer.json").write_text(json.dumps(said))
     for pad, expected in (("w0", 0), ("w1", None)):
         (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "w1", "pad_token": pad}))
-        assert classifier_config({"eos_token_id": 5}, "LlamaForCausalLM", 1, directory).get("pad_token_id") == expected
+        assert (
+            classifier_config({"eos_token_id": 5}, "LlamaForSequenceClassification", 1, directory).get("pad_token_id")
+            == expected
+        )
 
 
 @pytest.mark.trap(

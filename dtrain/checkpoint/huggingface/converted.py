@@ -111,18 +111,20 @@ def locate_converted(
         own_names |= dict.fromkeys(names, name)
 
     plan = plan_loading(model.library_model, own_names, {name: entry.shape for name, entry in files.stored.items()})
-    sources: dict[str, FileRows] = {}
-    matches: dict[str, list[str]] = {}
+    rows_by_name: dict[str, FileRows] = {}  # by transformers' names
     for conversion in plan.conversions:
         for target, shape in conversion.targets.items():
-            own_name = own_names.get(target)
-            if own_name is None or shape != shapes[own_name]:
-                continue
-            matches.setdefault(own_name, []).append(conversion.source_names[0])
-            rows = FileRows(conversion.source_names[0])
-            if conversion.converter is not None:
-                rows = ConvertedRows(conversion.source_names[0], conversion=conversion, target=target)
-            sources.setdefault(own_name, rows)
+            if target in own_names and shape == shapes[own_names[target]]:
+                rows = FileRows(conversion.source_names[0])
+                if conversion.converter is not None:
+                    rows = ConvertedRows(conversion.source_names[0], conversion=conversion, target=target)
+                rows_by_name[target] = rows
+    sources: dict[str, FileRows] = {}
+    matches: dict[str, list[str]] = {}
+    for library_name, own_name in own_names.items():
+        if library_name in rows_by_name:
+            sources.setdefault(own_name, rows_by_name[library_name])
+            matches.setdefault(own_name, []).append(rows_by_name[library_name].name)
 
     # Tensors that are not there are reported by the names that `save_pretrained` would write.
     missing: dict[str, None] = {}  # ordered sets
@@ -130,18 +132,14 @@ def locate_converted(
     expected_names: set[str] = set()
     for conversion in plan_saving(model.library_model, library_shapes):
         expected_names.update(conversion.targets)
-        not_located = [name for name in conversion.source_names if own_names[name] not in sources]
-        if not not_located:
+        if all(own_names[name] in sources for name in conversion.source_names):
             continue
-        num_problems = len(missing) + len(mismatches)
         for file_name, shape in conversion.targets.items():
             stored = files.stored.get(file_name)
             if stored is None:
                 missing[f"missing: {file_name}"] = None
             elif stored.shape != shape:
                 mismatches[f"shape: {file_name} is {list(stored.shape)}, the model has {list(shape)}"] = None
-        if len(missing) + len(mismatches) == num_problems:  # all are there, and transformers does not convert them
-            missing |= dict.fromkeys(f"missing: {name}" for name in not_located)
     used = {name for names in matches.values() for name in names}
     used.update(name for rows in sources.values() for name in rows.names)
     for file_name in sorted(used):
@@ -152,4 +150,7 @@ def locate_converted(
     unexpected = list(plan.unexpected)
     for conversion in plan.conversions:
         unexpected += [name for name in conversion.source_names if name not in known_names]
+    if not (missing or mismatches or unexpected):
+        # The files have what `save_pretrained` would write, but transformers makes other tensors of it.
+        missing |= dict.fromkeys(f"missing: {name}" for name in library_shapes if own_names[name] not in sources)
     return Located(sources, matches, list(missing), list(mismatches), unexpected)

@@ -502,8 +502,8 @@ class RunFacts:
         try:
             check_json_size(yaml.load(text, Loader=yaml.BaseLoader), _MAX_RECIPE_ENTRIES)
             recipe = OmegaConf.create(text)
-            keys = ("model.path", "model.init", "model.implementation", "train.dtype", "lora", "train.train_only")
-            keys += ("train.freeze",)
+            keys = ["model.path", "model.init", "model.implementation", "train.dtype", "lora"]
+            keys += ["train.train_only", "train.freeze"]
             # A value may refer to an environment variable that is not set now. Then it is None.
             values = {key: OmegaConf.select(recipe, key, throw_on_resolution_failure=False) for key in keys}
         except (OmegaConfBaseException, yaml.YAMLError, ValueError, RecursionError) as error:

@@ -125,7 +125,7 @@ def _text_tower(config: dict[str, Any]) -> str | None:
     return None
 
 
-def classifier_config(config: dict[str, Any], architecture: str, labels: int, source: Path) -> dict[str, Any]:
+def classifier_config(config: dict[str, Any], classifier: str, labels: int, source: Path) -> dict[str, Any]:
     """Return the config.json of a classifier, for transformers.
 
     transformers finds the end of each text in a batch by `pad_token_id`. If the config has none, the tokenizer's is
@@ -133,11 +133,11 @@ def classifier_config(config: dict[str, Any], architecture: str, labels: int, so
 
     Args:
         config: The config.json of the language model.
-        architecture: Architecture of the language model.
+        classifier: Architecture of the classifier.
         labels: Number of outputs of the head.
         source: Directory of the tokenizer.
     """
-    changed: dict[str, Any] = {"architectures": [families()[architecture].classifier]}
+    changed: dict[str, Any] = {"architectures": [classifier]}
     if len(config.get("id2label") or ()) != labels:
         changed["id2label"] = {str(index): f"LABEL_{index}" for index in range(labels)}
         changed["label2id"] = {f"LABEL_{index}": index for index in range(labels)}

@@ -42,6 +42,7 @@ from dtrain.checkpoint.huggingface.model_files import (
 from dtrain.checkpoint.huggingface.read import candidate_names, is_carried
 from dtrain.checkpoint.huggingface.safetensor_files import COPIED_DTYPES, DTYPES, WeightFiles
 from dtrain.models.common.config import ModelConfig, is_in_vision_tower
+from dtrain.models.read_config import classifier_name
 
 T = TypeVar("T")
 MAX_SHARD_BYTES = 5_000_000_000
@@ -227,7 +228,9 @@ def write_entries(
     config_dtype = num_elements.most_common(1)[0][0]
     model_config = getattr(model, "config", None)
     if isinstance(model_config, ModelConfig) and model_config.num_labels is not None:
-        config = classifier_config(layout.config, model_config.architecture, model_config.num_labels, layout.source)
+        classifier = classifier_name(model_config)
+        assert classifier is not None, "a config with labels was read for a family with a classifier"
+        config = classifier_config(layout.config, classifier, model_config.num_labels, layout.source)
         layout = dataclasses.replace(layout, config=config)
 
     def finish(new: Path) -> None:

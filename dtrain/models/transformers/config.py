@@ -138,6 +138,23 @@ def class_of(config: PretrainedConfig) -> type[PreTrainedModel]:
     return mapping[type(config)]
 
 
+def find_classifier(values: Mapping[str, Any]) -> str | None:
+    """Return the name of transformers' classifier of rows for a config.json. None if there is none as dtrain has it.
+
+    dtrain's has the decoder of the language model, and a head `score` without a bias.
+    """
+    config = make_library_config(values, "config.json")
+    cls = transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
+    if cls is None:
+        return None
+    with _quiet(), torch.device("meta"):
+        names = cls._from_config(deepcopy(config)).state_dict().keys()
+        decoder_names = class_of(config)._from_config(deepcopy(config)).base_model.state_dict().keys()
+    prefix = class_of(config).base_model_prefix
+    expected = {f"{prefix}.{name}" for name in decoder_names} | {"score.weight"}
+    return cls.__name__ if names == expected else None
+
+
 def build_library_model(config: PretrainedConfig, attention: str, device: str = "meta") -> PreTrainedModel:
     """Build a model of transformers in float32, without values on "meta", otherwise with its initial values.
 

@@ -78,7 +78,7 @@ class Conversion:
             return {target: tensors[self.sources[0][0]]}
         converter = deepcopy(self.converter)  # it collects the tensors
         for name, pattern in self.sources:
-            converter.add_tensor(self.key, name, pattern, tensors[name])  # type: ignore[arg-type]  # typed as futures
+            converter.add_tensor(self.key, name, pattern, tensors[name])
         converted = converter.convert(self.key, model=self.model, config=self.model.config)
         results = {}
         for name, result in converted.items():
@@ -116,9 +116,9 @@ def _stacks_first_dim(operations: list[ConversionOps]) -> bool:
         return False
     for operation in others:
         if isinstance(operation, Concatenate | Interleave):
-            dims = (operation.dim,)
+            dims = [operation.dim]
         elif isinstance(operation, Transpose):
-            dims = (operation.dim0, operation.dim1)
+            dims = [operation.dim0, operation.dim1]
         else:
             return False
         if any(dim <= 0 for dim in dims):

@@ -92,7 +92,8 @@ class TransformersDecoder(Stack):
         with running(forward):
             output = decoder(input_ids=input_ids, position_ids=positions.expand(num_rows, -1), use_cache=False)
         hidden = output.last_hidden_state
-        factor = _source_of(self.config).logit_factor
+        # The head of a classifier has no factor.
+        factor = _source_of(self.config).logit_factor if self.config.num_labels is None else 1.0
         return hidden if factor == 1.0 else hidden * factor
 
     def _positions(self, input_ids: Tensor, context: MicroBatchContext) -> Tensor:
@@ -161,7 +162,7 @@ class TransformersCausalLM(CausalLM):
         self._library_config = library_config
         decoder = TransformersDecoder(config, library_model)
         super().__init__(config, decoder)  # type: ignore[arg-type]  # a Stack with the attributes of a Decoder
-        if source.has_head_bias:
+        if source.has_head_bias and config.num_labels is None:
             self.lm_head.bias = nn.Parameter(torch.empty(config.vocab_size, device="meta"))
         if config.tie_word_embeddings:
             self.tied_parameters = {"lm_head.weight": f"model.{source.embedding}.weight"}
