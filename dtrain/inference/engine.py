@@ -606,7 +606,7 @@ class Engine:
         max_positions = config.max_document_length
         if max_positions is not None and max_length > max_positions:
             raise UserError(
-                f"{name} may come to {max_length} tokens, and with LongRoPE this model takes {max_positions}. Lower "
+                f"{name} may come to {max_length} tokens, and this model takes at most {max_positions}. Lower "
                 f"max_new_tokens={request.sampling.max_new_tokens}, or shorten the prompt"
             )
         if request.routed and not self._records_routing:

@@ -168,12 +168,12 @@ def test_longrope_refuses_what_its_short_factors_are_not_for(tmp_path):
     with pytest.raises(ValueError, match="97 tokens, and with LongRoPE this model takes documents of at most 96"):
         model(ids)
     asked = [ids[0, :90].tolist()]
-    with pytest.raises(UserError, match="may come to 97 tokens.*takes 96. Lower max_new_tokens=7"):
+    with pytest.raises(UserError, match="may come to 97 tokens.*takes at most 96. Lower max_new_tokens=7"):
         generate(model, asked, max_new_tokens=7, eos_ids=[])
     assert len(generate(model, asked, max_new_tokens=6, eos_ids=[])[0]) == 6
     paths = {"model": {"path": str(tmp_path)}, "data": {"train": {"path": "none"}}}
     found = [shapes(load(paths, ["train.steps=1", f"data.max_length={length}"]), 1) for length in (96, 97)]
     assert found[0] == [] and found[1] == [
-        "data.max_length=97: the model has LongRoPE, which uses another table of positions beyond 96 tokens "
-        "(its original_max_position_embeddings). Set data.max_length=96 or less."
+        "data.max_length=97: the model takes documents of at most 96 tokens. Beyond, it has another table "
+        "of positions (LongRoPE) or none. Set data.max_length=96 or less."
     ]
