@@ -64,8 +64,8 @@ def mesh_problems_of(inputs: RunInputs, config: ModelConfig, ep: int, model_key:
     max_length, length = config.max_document_length, recipe.data.max_length
     if max_length is not None and length > max_length:
         text = (
-            f"data.max_length={length}: the model takes documents of at most {max_length} tokens. Beyond, it has another "
-            "table of positions (LongRoPE) or none"
+            f"data.max_length={length}: the model takes documents of at most {max_length} tokens. Beyond, it has "
+            "another table of positions (LongRoPE) or none"
         )
         problems.append(Problem("data.max_length", text, f"Set data.max_length={max_length} or less"))
     if model_key:
