@@ -219,6 +219,8 @@ def _find_problems(config: PretrainedConfig, model: PreTrainedModel) -> list[str
         problems.append("no list of decoder layers next to the embedding of its tokens, or no head")
     elif any(parameter is not None for parameter in model.base_model._parameters.values()):
         problems.append("parameters outside of its layers and norms")
+    elif any(buffer is not None for buffer in model.base_model._buffers.values()):
+        problems.append("buffers outside of its layers and norms")
     for name in ("attention_dropout", "resid_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout",
                  "residual_dropout", "embedding_dropout", "dropout"):  # fmt: skip
         value = getattr(text_config, name, None)

@@ -5,8 +5,9 @@ TransformersCausalLM        dtrain's `CausalLM`: head, tied weights, names in fi
     embed_tokens, layers, norm, ...   modules of transformers, adopted by `modules.adopt_modules`
 """
 
+import math
 from collections.abc import Mapping
-from copy import copy, deepcopy
+from copy import deepcopy
 from typing import Any, Self, cast
 
 import torch
@@ -14,7 +15,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dtrain.attention.kernels import Kernel
-from dtrain.base.errors import UserError
 from dtrain.models.common.config import ModelConfig, TransformersModel
 from dtrain.models.common.decoder import CausalLM
 from dtrain.models.common.masks import AttentionMasks
@@ -108,41 +108,31 @@ class TransformersDecoder(Stack):
         return torch.arange(length, device=input_ids.device)[None]
 
     def reset_buffers(self) -> None:
-        """Compute the buffers that are not in files, as transformers initialises them.
-
-        Examples are rotary frequencies and the factor of Gemma's embeddings. The parameters stay as they are.
+        """Compute the buffers that are not in files, such as rotary frequencies, as transformers initialises them.
 
         Raises:
-            UserError: If transformers does not initialise a buffer.
+            RuntimeError: If transformers leaves a buffer without values.
         """
-        decoder = self.library_model.base_model
-        modules = [module for module in self.modules() if module._non_persistent_buffers_set]
-        buffers: dict[str, Tensor] = {}
-        for module in modules:
-            for name in module._non_persistent_buffers_set:
-                buffer = module._buffers[name]
-                if buffer is not None and buffer.is_floating_point() and not buffer.is_meta:
-                    buffers[f"{type(module).__name__}.{name}"] = buffer.fill_(torch.nan)
-        # The decoder comes first: Falcon-H1 computes buffers of its layers there.
-        for module in [decoder, *modules]:
-            self.library_model._init_weights(_without_values(module))
-        for name, buffer in buffers.items():
-            if bool(buffer.isnan().any()):
-                raise UserError(f"{self.config.architecture}: transformers does not initialise the buffer {name}")
-
-
-def _without_values(module: nn.Module) -> nn.Module:
-    """Return a copy with the same buffers, and with parameters on the meta device, where initialising does nothing.
-
-    transformers initialises the parameters and buffers of a module in one call.
-    """
-    shell = copy(module)
-    shell._parameters = {}
-    for name, parameter in module._parameters.items():
-        if parameter is not None:
-            parameter = nn.Parameter(torch.empty(parameter.shape, device="meta"), requires_grad=False)
-        shell._parameters[name] = parameter
-    return shell
+        for module in self.modules():
+            buffers: dict[str, Tensor] = {}
+            for name, buffer in module._buffers.items():
+                if buffer is not None and name in module._non_persistent_buffers_set:
+                    buffers[name] = buffer
+            if not buffers:
+                continue
+            for values in buffers.values():
+                if values.is_floating_point():
+                    values.fill_(math.nan)
+            # transformers does not change tensors with this mark. The module's parameters get their values elsewhere.
+            parameters = [parameter for parameter in module._parameters.values() if parameter is not None]
+            for parameter in parameters:
+                parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+            self.library_model._init_weights(module)
+            for parameter in parameters:
+                del parameter._is_hf_initialized  # type: ignore[attr-defined]
+            for name, values in buffers.items():
+                if values.device.type != "meta" and bool(values.isnan().any()):
+                    raise RuntimeError(f"transformers does not initialise the buffer {name} of {type(module).__name__}")
 
 
 class TransformersCausalLM(CausalLM):
