@@ -52,7 +52,8 @@ def compile_model(
         compile_part: See `compile_layers`. If it is given, `device` need not have a compiler.
         determinism_check: See `compile_layers`.
     """
-    if model.uncompiled_reason is None:  # models of transformers have one from the start
+    model.uncompiled_reason = model.compile_obstacle
+    if model.uncompiled_reason is None:
         model.uncompiled_reason = obstacle(train, is_deterministic=is_deterministic, lora_dropout=lora_dropout)
     if model.uncompiled_reason is None and compile_part is None:
         model.uncompiled_reason = compiler_obstacle(device.type)

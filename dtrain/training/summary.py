@@ -94,6 +94,9 @@ def _model_lines(run: BuiltRun) -> list[str]:
     count, trained = count_weights(model)
     part = "" if trained == count else f" ({_short(trained)} of them trained)"
     text = f"{recipe.model.path}, {_short(count)} parameters{part}, init {recipe.model.init}"
+    library = model.config.transformers
+    if library is not None:
+        text += f", {model.config.architecture} of transformers {library.version}"
     lines = [labelled_line("model", text)]
     if model.config.vision is not None:
         lines.append(labelled_line("vision", _vision(run)))

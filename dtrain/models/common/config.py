@@ -239,6 +239,7 @@ class TransformersModel:
     """A model whose modules are those of the transformers library (`models.transformers`).
 
     Attributes:
+        version: Version of the library.
         values: The fields of config.json.
         prefix: Name of the decoder in files, such as "model" or "transformer". dtrain's name is always "model".
         embedding: Name of the embedding in the decoder.
@@ -250,6 +251,7 @@ class TransformersModel:
         max_document_length: Longest document whose rotary tables do not depend on other rows. None: any length.
     """
 
+    version: str
     values: Mapping[str, Any]
     prefix: str
     embedding: str

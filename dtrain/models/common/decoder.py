@@ -583,6 +583,7 @@ class CausalLM(ParallelModel):
             logarithm of a uniform number). The first pattern that matches decides.
         initial_buffers: Buffer pattern -> value. Buffers are not trained.
         vision_tower: Class of the vision tower, in a family that takes images.
+        compile_obstacle: Why the layers of this class cannot be compiled. None if they can.
         uncompiled_reason: Why layers that were to be compiled are not.
         layer: Class of the layers, in a family without a decoder of its own.
         tied_parameters: Parameter name -> name of the parameter that it shares, for example `lm_head.weight` ->
@@ -597,6 +598,7 @@ class CausalLM(ParallelModel):
     initial_values: Mapping[str, str] = {"*norm.weight": "ones", "*.bias": "zeros", "*": "normal"}
     initial_buffers: Mapping[str, float] = {"*.e_score_correction_bias": 0.0, "*": 1.0}
     vision_tower: "type[VisionTower] | None" = None
+    compile_obstacle: str | None = None
     uncompiled_reason: str | None = None
     layer: Callable[[ModelConfig, int], nn.Module] = PreNormLayer
 

@@ -11,7 +11,6 @@ import logging
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -317,6 +316,7 @@ def _model_config(
         pad_token_id=model.get_input_embeddings().padding_idx,
         dtype=str(config.dtype).removeprefix("torch.") if config.dtype is not None else None,
         transformers=TransformersModel(
+            version=transformers.__version__,
             values=dict(values),
             prefix=names.prefix,
             embedding=names.embedding,
@@ -354,9 +354,3 @@ def _max_document_length(config: PretrainedConfig, model: PreTrainedModel) -> in
         if section and section.get("rope_type") in _LENGTH_DEPENDENT_ROPES:
             return int(section.get("original_max_position_embeddings") or config.max_position_embeddings)
     return None
-
-
-@cache
-def installed_version() -> str:
-    """Return the version of the installed transformers."""
-    return transformers.__version__

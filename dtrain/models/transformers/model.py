@@ -142,7 +142,7 @@ class TransformersCausalLM(CausalLM):
     the head, `lm_head`.
     """
 
-    uncompiled_reason = "its layers are those of transformers"
+    compile_obstacle = "its layers are those of transformers"
     initial_buffers = {"*.e_score_correction_bias": 0.0}  # the others are computed by `reset_buffers`
 
     def __init__(self, config: ModelConfig):
