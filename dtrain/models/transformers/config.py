@@ -22,7 +22,7 @@ from transformers.integrations.moe import ExpertsInterface
 from dtrain.base.errors import UserError
 from dtrain.models.common.config import FULL, LINEAR, SLIDING, KVHeads, ModelConfig, TransformersModel
 from dtrain.models.transformers.experts import compute_experts
-from dtrain.models.transformers.running import UNSET, Unset, attend, get_layer_index, get_window
+from dtrain.models.transformers.running import UNSET, Unset, attend, check_attention, get_layer_index, get_window
 
 ATTENTION = "dtrain"
 """Name of dtrain's attention in transformers' registry."""
@@ -73,7 +73,10 @@ def read_transformers_config(values: Mapping[str, Any], where: str) -> ModelConf
     """
     config = make_library_config(values, where)
     architecture = class_of(config).__name__
-    model = build_library_model(config, ATTENTION)
+    try:
+        model = build_library_model(config, ATTENTION)
+    except KeyError as error:  # in classes with a table of their own of attention implementations
+        raise UserError(f"{where}: the attention of {architecture} cannot be replaced by dtrain's ({error})") from error
     problems = _find_problems(config, model)
     if problems:
         lines = [f"{where}: {architecture} of transformers {transformers.__version__} with"]
@@ -108,6 +111,8 @@ def make_library_config(values: Mapping[str, Any], where: str) -> PretrainedConf
         raise UserError(f"{where}: transformers {transformers.__version__} has no model of the type {model_type}")
     with _quiet():
         config = transformers.CONFIG_MAPPING[model_type].from_dict(dict(values))
+    for name in dropout_fields(config):
+        setattr(config, name, 0.0)
     cls = class_of(config)
     if names[0] is not None and names[0] != cls.__name__:
         text = (
@@ -115,6 +120,19 @@ def make_library_config(values: Mapping[str, Any], where: str) -> PretrainedConf
         )
         raise UserError(f"{text}. Correct one of them")
     return config
+
+
+def dropout_fields(config: PretrainedConfig) -> dict[str, float]:
+    """Return the fields of a config that are probabilities of dropout, and not 0.
+
+    dtrain trains without dropout, because the numbers of dropout would depend on the mesh.
+    """
+    fields = {}
+    for name, value in vars(config).items():
+        is_dropout = any(part in name for part in ("dropout", "pdrop", "layerdrop"))
+        if is_dropout and isinstance(value, float) and 0.0 < value <= 1.0:
+            fields[name] = value
+    return fields
 
 
 @contextlib.contextmanager
@@ -183,10 +201,14 @@ def record_attention(config: PretrainedConfig) -> list[RecordedAttention | None]
         value: Tensor,
         attention_mask: Tensor | None,
         scaling: float | None = None,
+        dropout: float = 0.0,
         sliding_window: int | None | Unset = UNSET,
         s_aux: Tensor | None = None,
+        softcap: float | None = None,
+        is_causal: bool | None = None,
         **unused: object,
     ) -> tuple[Tensor, None]:
+        check_attention(module, attention_mask, dropout=dropout, softcap=softcap, is_causal=is_causal)
         recorded[get_layer_index(module)] = RecordedAttention(
             heads=query.shape[1],
             kv=KVHeads(key.shape[1], key.shape[-1], value.shape[-1]),
@@ -202,7 +224,7 @@ def record_attention(config: PretrainedConfig) -> list[RecordedAttention | None]
     ids = torch.zeros((1, _PROBE_TOKENS), dtype=torch.int64, device="meta")
     positions = torch.zeros((1, _PROBE_TOKENS), dtype=torch.int64, device="meta")
     with torch.no_grad(), _quiet():
-        model.base_model(input_ids=ids, position_ids=positions, use_cache=False)
+        decoder_of(model)(input_ids=ids, position_ids=positions, use_cache=False)
     num_layers = config.get_text_config().num_hidden_layers
     return [recorded.get(index) for index in range(num_layers)]
 
@@ -216,17 +238,12 @@ def _find_problems(config: PretrainedConfig, model: PreTrainedModel) -> list[str
     names = find_names(model)
     if names is None:
         problems.append("no list of decoder layers next to the embedding of its tokens, or no head")
-    elif any(parameter is not None for parameter in model.base_model._parameters.values()):
+    elif any(parameter is not None for parameter in decoder_of(model)._parameters.values()):
         problems.append("parameters outside of its layers and norms")
-    elif any(buffer is not None for buffer in model.base_model._buffers.values()):
+    elif any(buffer is not None for buffer in decoder_of(model)._buffers.values()):
         problems.append("buffers outside of its layers and norms")
-    for name in ("attention_dropout", "resid_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout",
-                 "residual_dropout", "embedding_dropout", "dropout"):  # fmt: skip
-        value = getattr(text_config, name, None)
-        if isinstance(value, int | float) and value:
-            problems.append(f"{name} {value}: dtrain trains without dropout; set it to 0 in config.json")
     tied = getattr(model, "_tied_weights_keys", None) or {}
-    if names is not None and config.tie_word_embeddings:
+    if names is not None and is_tied(config):
         head = f"{names.head}.weight"
         others = [name for name in tied if name != head and name != f"{names.head}.bias"]
         if others:
@@ -251,19 +268,44 @@ class ModelNames:
     head: str
 
 
+def is_tied(config: PretrainedConfig) -> bool:
+    """Check whether head and embedding share their weight. Some configs do not have the field."""
+    return bool(getattr(config, "tie_word_embeddings", False))
+
+
 def find_names(model: PreTrainedModel) -> ModelNames | None:
     """Return the names of a model's parts. None if it has not the parts of a causal language model."""
-    decoder, head = model.base_model, model.get_output_embeddings()
-    if decoder is model or head is None or type(head) is not nn.Linear:
+    try:
+        head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    except NotImplementedError:  # transformers has not found the embedding
+        return None
+    if head is None or type(head) is not nn.Linear or not isinstance(embedding, nn.Embedding):
         return None
     num_layers = model.config.get_text_config().num_hidden_layers
-    layers = [name for name, child in decoder.named_children() if isinstance(child, nn.ModuleList)]
-    layers = [name for name in layers if len(decoder.get_submodule(name)) == num_layers]
-    embeddings = [name for name, child in decoder.named_children() if child is decoder.get_input_embeddings()]
     heads = [name for name, child in model.named_children() if child is head]
-    if len(layers) != 1 or len(embeddings) != 1 or len(heads) != 1:
+    decoders = [name for name, child in model.named_children() if child is not head and list(child.parameters())]
+    if len(heads) != 1 or len(decoders) != 1:
         return None
-    return ModelNames(model.base_model_prefix, embeddings[0], layers[0], heads[0])
+    decoder = model.get_submodule(decoders[0])
+    if not isinstance(decoder, PreTrainedModel):
+        return None
+    embeddings = [name for name, child in decoder.named_modules() if child is embedding]
+    layers: list[str] = []
+    for name, child in decoder.named_modules():
+        is_nested = any(name.startswith(f"{outer}.") for outer in layers)
+        if isinstance(child, nn.ModuleList) and len(child) == num_layers and not is_nested:
+            layers.append(name)
+    if len(layers) != 1 or len(embeddings) != 1:
+        return None
+    return ModelNames(decoders[0], embeddings[0], layers[0], heads[0])
+
+
+def decoder_of(model: PreTrainedModel) -> nn.Module:
+    """Return the decoder of a model that has names (`find_names`)."""
+    names = find_names(model)
+    if names is None:
+        raise ValueError(f"{type(model).__name__} has no decoder that dtrain knows")
+    return model.get_submodule(names.prefix)
 
 
 def _model_config(
@@ -303,7 +345,7 @@ def _model_config(
         hidden_act=str(getattr(config, "hidden_act", "")),
         rms_norm_eps=float(getattr(config, "rms_norm_eps", None) or 1e-6),
         initializer_range=float(getattr(config, "initializer_range", None) or 0.02),
-        tie_word_embeddings=bool(config.tie_word_embeddings),
+        tie_word_embeddings=is_tied(config),
         layer_types=tuple(layer_types),
         sliding_window=max(windows, default=None),
         ropes={},
@@ -345,7 +387,7 @@ def _max_document_length(config: PretrainedConfig, model: PreTrainedModel) -> in
 
     It is limited by a table of positions, and by rotary tables that depend on the longest row of a micro-batch.
     """
-    for child in model.base_model.children():
+    for child in decoder_of(model).modules():
         if isinstance(child, nn.Embedding) and child is not model.get_input_embeddings():
             return int(config.max_position_embeddings)
     parameters = getattr(config, "rope_parameters", None) or {}

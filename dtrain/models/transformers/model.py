@@ -19,7 +19,7 @@ from dtrain.models.common.config import ModelConfig, TransformersModel
 from dtrain.models.common.decoder import CausalLM
 from dtrain.models.common.masks import AttentionMasks
 from dtrain.models.common.micro_batch import MicroBatchContext
-from dtrain.models.transformers.config import ATTENTION, build_library_model, make_library_config
+from dtrain.models.transformers.config import ATTENTION, build_library_model, decoder_of, make_library_config
 from dtrain.models.transformers.modules import adopt_modules
 from dtrain.models.transformers.plan import make_plan
 from dtrain.models.transformers.running import RunningForward, running
@@ -51,7 +51,7 @@ class TransformersDecoder(Stack):
         super().__init__()
         self.config = config
         source = _source_of(config)
-        decoder = library_model.base_model
+        decoder = library_model.get_submodule(source.prefix)
         embedding, layers = decoder.get_submodule(source.embedding), decoder.get_submodule(source.layers)
         adopt_modules(decoder, embedding, layers, _float32_names(library_model))
         for name, child in decoder.named_children():
@@ -88,7 +88,7 @@ class TransformersDecoder(Stack):
             dtype = self.embed_tokens.weight.dtype
             masks = AttentionMasks(self.kernel, context, positions, num_rows, length, dtype, input_ids.device)
         forward = RunningForward(self.kernel, masks, context.cache, context.adapters)
-        decoder = self.library_model.base_model
+        decoder = self.library_model.get_submodule(_source_of(self.config).prefix)
         with running(forward):
             output = decoder(input_ids=input_ids, position_ids=positions.expand(num_rows, -1), use_cache=False)
         hidden = output.last_hidden_state
@@ -235,7 +235,7 @@ def find_initial_values(library_model: PreTrainedModel) -> dict[str, str]:
         library_model: The model of transformers, on any device.
     """
     kinds: dict[str, str] = {"lm_head.bias": "zeros"}
-    for name, module in library_model.base_model.named_modules():
+    for name, module in decoder_of(library_model).named_modules():
         parameters = {key: value for key, value in module._parameters.items() if value is not None}
         if isinstance(module, nn.Linear | nn.Embedding):
             if "bias" in parameters:

@@ -105,6 +105,7 @@ def attend(
     sliding_window: int | None | Unset = UNSET,
     s_aux: Tensor | None = None,
     softcap: float | None = None,
+    is_causal: bool | None = None,
     **unused: object,
 ) -> tuple[Tensor, None]:
     """Compute the attention of a transformers layer by dtrain's kernel, as transformers' `AttentionInterface` calls it.
@@ -120,6 +121,7 @@ def attend(
         sliding_window: Number of keys that a query sees. None: all earlier ones. UNSET: see `get_window`.
         s_aux: Attention sinks, [H].
         softcap: Must be None.
+        is_causal: Must not be False. None: the module's attribute, if it has one.
         unused: Further arguments, which do not change the result of a causal layer.
 
     Returns:
@@ -131,20 +133,34 @@ def attend(
     forward = get_running()
     if forward is None:
         raise RuntimeError("attention of a transformers model was called outside of the model's forward")
-    if softcap is not None:
-        raise NotImplementedError(f"its attention caps the scores (softcap {softcap})")
-    if attention_mask is not None:
-        raise NotImplementedError("its attention has a mask of its own")
-    if dropout:
-        raise NotImplementedError(f"its attention has dropout ({dropout})")
-    if not getattr(module, "is_causal", True):
-        raise NotImplementedError("its attention is not causal")
+    check_attention(module, attention_mask, dropout=dropout, softcap=softcap, is_causal=is_causal)
     window = get_window(module, sliding_window)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     # Attention takes [B, S, heads, hd].
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     output = forward.attend(get_layer_index(module), q, k, v, scale, window, s_aux)
     return output, None
+
+
+def check_attention(
+    module: torch.nn.Module,
+    attention_mask: Tensor | None,
+    *,
+    dropout: float,
+    softcap: float | None,
+    is_causal: bool | None,
+) -> None:
+    """Raise NotImplementedError for attention that dtrain's kernels do not compute. The arguments are `attend`'s."""
+    if softcap is not None:
+        raise NotImplementedError(f"its attention caps the scores (softcap {softcap})")
+    if attention_mask is not None:
+        raise NotImplementedError("its attention has a mask of its own")
+    if dropout:
+        raise NotImplementedError(f"its attention has dropout ({dropout})")
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    if not is_causal:
+        raise NotImplementedError("its attention is not causal")
 
 
 def get_window(module: torch.nn.Module, sliding_window: int | None | Unset) -> int | None:
