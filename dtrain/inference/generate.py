@@ -349,7 +349,8 @@ def _load_step(
     adapter_directory = store.path(step) / ADAPTER
     facts = RunFacts.from_run(store.directory.parent)
     adapter = read_adapter_config(adapter_directory) if is_adapter_directory(adapter_directory) else None
-    model = build_with_adapters(models.read_config(source, vision=vision), adapter, dtype, "meta")
+    config = models.read_config(source, vision=vision, implementation=facts.implementation)
+    model = build_with_adapters(config, adapter, dtype, "meta")
     if adapter is not None and facts.path is not None:
         # Modules that the adapter stores in full were trained in full, so they are not in 4 bits.
         saved_in_full = adapter.select_saved_modules(linear_shapes(model.config))

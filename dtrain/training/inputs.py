@@ -89,7 +89,9 @@ class RunInputs:
         for key, path in method.other_models():
             # A reward model has a head for labels, not for tokens. 0: its files say how many labels.
             num_labels = 0 if key.endswith(REWARD_MODEL) else None
-            other_models[key] = ModelDirectory(path, num_labels)
+            # A reference has the config of the trained model, and begins with its numbers.
+            implementation = recipe.model.implementation if key.endswith(".reference") else "auto"
+            other_models[key] = ModelDirectory(path, num_labels, implementation=implementation)
         run = RunDirectory(recipe.run.directory, recipe.run.lock)
         return cls(original_recipe, recipe, world, method, run, source, other_models, pending_downloads)
 

@@ -1,7 +1,10 @@
 """Files of models of the transformers library: read, trained, exported, and read by transformers again."""
 
 import json
+import math
+import shutil
 
+import peft
 import pytest
 import torch
 import transformers as hf
@@ -10,9 +13,12 @@ from safetensors.torch import load_file, save_file
 from dtrain import models
 from dtrain.base.errors import UserError
 from dtrain.base.ranks import Ranks
+from dtrain.checkpoint.huggingface.export import export
 from dtrain.checkpoint.huggingface.read import check_fit, read_weights
 from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles
 from dtrain.checkpoint.huggingface.write import write_directory
+from tests.running import assert_same_rows, run, run_directory, trajectory
+from tests.tiny import tiny_dpo, tiny_recipe, write_model
 
 IDS = torch.arange(24).view(2, 12) % 67 + 3
 SIZES = {
@@ -170,3 +176,68 @@ def test_a_classifier_loads_in_transformers(tmp_path):
     with pytest.raises(UserError, match="transformers has no Cohere2ForSequenceClassification"):
         save_model("cohere2", tmp_path / "other")
         read(tmp_path / "other", labels=3)
+
+
+def recipe_of(root, kind, *overrides, name="run", make=tiny_recipe):
+    """A recipe of two steps for a model that transformers wrote, by the modules of transformers."""
+    directory = root / "qwen3-tied"
+    if not directory.exists():
+        write_model(directory)
+        save_model(kind, directory, vocab_size=67)
+    shape = ("model.init=pretrained", "model.implementation=transformers", "train.steps=2", "scheduler.warmup_steps=0")
+    return make(root, *shape, "train.global_batch=8", "train.micro_batch=4", *overrides, name=name)
+
+
+def resumed(root, kind, first, *overrides, name, ranks=1):
+    """Resume a copy of a run from its first step."""
+    recipe = recipe_of(root, kind, "checkpoint.every=1", *overrides, name=name)
+    shutil.copytree(run_directory(first), run_directory(recipe))
+    shutil.rmtree(run_directory(recipe) / "checkpoints" / "step-2")
+    return run(recipe, ranks)
+
+
+def test_a_run_resumes_on_another_mesh_and_exports_its_steps(tmp_path):
+    kind = "deepseek_v3"
+    first = run(recipe_of(tmp_path, kind, "checkpoint.every=1", "checkpoint.export=final"))
+    same = resumed(tmp_path, kind, first, name="same")
+    assert trajectory(same) == trajectory(first)
+    sharded = resumed(tmp_path, kind, first, "train.micro_batch=2", name="dp2", ranks=2)
+    # The norms and routers of transformers are float32 in a float64 run.
+    assert_same_rows(trajectory(sharded), trajectory(first), 1e-6, 1e-5, "dp2")
+    with pytest.raises(UserError, match="model.implementation: transformers -> native"):
+        resumed(tmp_path, kind, first, "model.implementation=native", name="native")
+    with pytest.raises(UserError, match="has trained model.layers.1.mlp.experts.down_proj and not"):
+        changed = ("model.implementation=native", "checkpoint.allow_changes=[model.implementation]")
+        resumed(tmp_path, kind, first, *changed, name="changed")
+
+    directory = run_directory(first)
+    export(directory, tmp_path / "out")
+    export(directory / "checkpoints" / "step-1", tmp_path / "half", "bfloat16")
+    assert torch.equal(logits(tmp_path / "out"), logits(directory / "export"))
+    source = load_file(tmp_path / "qwen3-tied" / "model.safetensors")
+    assert load_file(tmp_path / "half" / "model.safetensors").keys() == source.keys()
+
+
+@pytest.mark.parametrize("dora", ["false", "true"])
+def test_an_adapter_is_the_one_that_peft_computes(tmp_path, dora):
+    """GPT-NeoX has other names of the decoder: gpt_neox.layers.0.attention.query_key_value."""
+    lora = ("lora.target=[query_key_value,dense]", "lora.rank=2", f"lora.dora={dora}", "optimizer.lr=0.1")
+    directory = run_directory(run(recipe_of(tmp_path, "gpt_neox", *lora, "checkpoint.export=final")))
+    base = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "qwen3-tied", dtype=torch.float64)
+    ids = IDS % 67
+    with torch.no_grad():
+        unchanged = base(ids).logits
+        adapted = peft.PeftModel.from_pretrained(base, directory / "export", autocast_adapter_dtype=False)(ids).logits
+        assert (adapted - unchanged).abs().max() > 0.1
+        loaded = models.from_pretrained(directory / "export", torch.float64)
+        assert (loaded(ids) - adapted).abs().max() < 1e-5
+        export(directory / "export", tmp_path / "merged")
+        merged = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float64)
+        assert (merged(ids).logits - adapted).abs().max() < 1e-4  # merged weights are float32, as the base's files
+
+
+def test_a_reference_of_files_has_the_numbers_of_the_model(tmp_path):
+    """With equal weights, the first loss of DPO is log(2)."""
+    recipe = recipe_of(tmp_path, "llama", make=tiny_dpo)
+    recipe = recipe_of(tmp_path, "llama", f"dpo.reference={recipe.model.path}", make=tiny_dpo)
+    assert trajectory(run(recipe))[0][0] == pytest.approx(math.log(2), abs=1e-12)

@@ -24,6 +24,7 @@ def from_pretrained(
     nf4: bool = False,
     labels: int | None = None,
     vision: bool = False,
+    implementation: str = "auto",
 ) -> CausalLM:
     """Build the model of a Hugging Face directory, or of an adapter with its base, with its weights.
 
@@ -34,6 +35,7 @@ def from_pretrained(
         nf4: Round the base of an adapter to 4 bits.
         labels: As in `read_config`.
         vision: As in `read_config`.
+        implementation: As in `read_config`.
 
     Raises:
         UserError: If there is no such directory, the config cannot be used, weights are missing or do not fit, or the
@@ -43,12 +45,13 @@ def from_pretrained(
         None.
     """
     if not is_adapter_directory(path):
-        model = build(read_config(path, labels, vision), dtype, "meta")
+        model = build(read_config(path, labels, vision, implementation), dtype, "meta")
         convert_to_4_bits(model, Path(path), dtype, nf4=False)
         _fill(model, path, device)
         return model
     base, adapter = base_of(Path(path)), read_adapter_config(Path(path))
-    config = read_config(base, None if labels is None else num_outputs_in_adapter(Path(path)) or labels, vision)
+    num_labels = None if labels is None else num_outputs_in_adapter(Path(path)) or labels
+    config = read_config(base, num_labels, vision, implementation)
     model = build_with_adapters(config, adapter, dtype, "meta")
     convert_to_4_bits(model, base, dtype, nf4=nf4, except_for=adapter.select_saved_modules(linear_shapes(config)))
     _fill(model, base, device)

@@ -235,15 +235,20 @@ def misread_layers(config: AdapterConfig, model: ModelConfig) -> list[str]:
     """
     from dtrain.models.building import adaptable_shapes  # loads torch
 
-    family = families().get(model.architecture)
-    if family is None:
-        return []
-    expert_names = EXPERT_NAMES_OF_PEFT.get(family.model_type, frozenset())
+    expert_names = EXPERT_NAMES_OF_PEFT.get(_model_type(model) or "", frozenset())
     misread = []
     for name in config.select_layers(adaptable_shapes(model)):
         if not is_expert_or_router(name) and name.rpartition(".")[2] in expert_names:
             misread.append(name)
     return misread
+
+
+def _model_type(model: ModelConfig) -> str | None:
+    """Return the model_type of a model's config.json. None for a family that has none."""
+    if model.transformers is not None:
+        return model.transformers.values.get("model_type")
+    family = families().get(model.architecture)
+    return None if family is None else family.model_type
 
 
 def misread_problem(config: AdapterConfig, model: ModelConfig) -> str | None:
@@ -252,7 +257,7 @@ def misread_problem(config: AdapterConfig, model: ModelConfig) -> str | None:
     if not layers:
         return None
     matrix = layers[0].rpartition(".")[2]
-    model_type = families()[model.architecture].model_type
+    model_type = _model_type(model)
     return (
         f"PEFT drops the adapter of {layers[0]} when it loads these files: in models of type {model_type} it takes "
         f"{matrix} for a matrix of experts"

@@ -262,6 +262,23 @@ class TransformersModel:
     num_parameters: int
     max_document_length: int | None
 
+    def library_name(self, name: str) -> str:
+        """Return transformers' name of a module, parameter or buffer of the model.
+
+        Example: `model.layers.0.mlp` of GPT-NeoX is `gpt_neox.layers.0.mlp`, and `lm_head.weight` `embed_out.weight`.
+        """
+        return _with_other_prefix(name, {"model": self.prefix, "lm_head": self.head})
+
+    def own_name(self, name: str) -> str:
+        """Return the name of a module, parameter or buffer of the model from transformers' name."""
+        return _with_other_prefix(name, {self.prefix: "model", self.head: "lm_head"})
+
+
+def _with_other_prefix(name: str, prefixes: Mapping[str, str]) -> str:
+    """Return a name with another first part, if `prefixes` has it."""
+    first, dot, rest = name.partition(".")
+    return f"{prefixes.get(first, first)}{dot}{rest}"
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -362,6 +379,8 @@ class ModelConfig:
         Args:
             name: Name of a module in the files.
         """
+        if self.transformers is not None:
+            return [self.transformers.own_name(name)]
         parent, _, module = name.rpartition(".")
         if self.experts is not None and parent.endswith((".experts", ".router")):
             if self.experts.has_dense_mlp and ".sparse." not in parent:
@@ -379,6 +398,8 @@ class ModelConfig:
         Args:
             name: Name of a module in the model.
         """
+        if self.transformers is not None:
+            return self.transformers.library_name(name)
         parent, _, module = name.rpartition(".")
         if self.experts is not None and (parent.endswith(".experts") or name.endswith(".router.proj")):
             parent = parent.replace(".sparse.", ".")

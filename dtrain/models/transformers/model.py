@@ -181,11 +181,7 @@ class TransformersCausalLM(CausalLM):
 
     def library_name(self, name: str) -> str:
         """Return transformers' name of a parameter or buffer."""
-        source = _source_of(self.config)
-        for own_prefix, prefix in (("lm_head.", source.head), ("model.", source.prefix)):
-            if name.startswith(own_prefix):
-                return f"{prefix}.{name.removeprefix(own_prefix)}"
-        return name
+        return _source_of(self.config).library_name(name)
 
     def checkpoint_names(self, name: str) -> list[str]:
         """Override `CausalLM.checkpoint_names`. Files of some architectures have other names (`conversion`)."""
