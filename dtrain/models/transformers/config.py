@@ -123,13 +123,13 @@ def make_library_config(values: Mapping[str, Any], where: str) -> PretrainedConf
 
 
 def dropout_fields(config: PretrainedConfig) -> dict[str, float]:
-    """Return the fields of a config that are probabilities of dropout, and not 0.
+    """Return the fields of a config that add random noise in training, and are not 0: dropout, and jitter of routers.
 
-    dtrain trains without dropout, because the numbers of dropout would depend on the mesh.
+    dtrain trains without noise, because random numbers would depend on the mesh.
     """
     fields = {}
     for name, value in vars(config).items():
-        is_dropout = any(part in name for part in ("dropout", "pdrop", "layerdrop"))
+        is_dropout = any(part in name for part in ("dropout", "pdrop", "layerdrop", "jitter"))
         if is_dropout and isinstance(value, float) and 0.0 < value <= 1.0:
             fields[name] = value
     return fields

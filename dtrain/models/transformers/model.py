@@ -20,7 +20,7 @@ from dtrain.models.common.decoder import CausalLM
 from dtrain.models.common.masks import AttentionMasks
 from dtrain.models.common.micro_batch import MicroBatchContext
 from dtrain.models.transformers.config import ATTENTION, build_library_model, decoder_of, make_library_config
-from dtrain.models.transformers.modules import adopt_modules
+from dtrain.models.transformers.modules import adopt_modules, set_key_heads
 from dtrain.models.transformers.plan import make_plan
 from dtrain.models.transformers.running import RunningForward, running
 from dtrain.parallel.tensor import Stack
@@ -54,6 +54,8 @@ class TransformersDecoder(Stack):
         decoder = library_model.get_submodule(source.prefix)
         embedding, layers = decoder.get_submodule(source.embedding), decoder.get_submodule(source.layers)
         adopt_modules(decoder, embedding, layers, _float32_names(library_model))
+        for layer, kind in zip(layers, config.layer_types, strict=True):
+            set_key_heads(layer, config.kv_heads_of(kind))
         for name, child in decoder.named_children():
             self.add_module(name, child)
         # In tuples, because nn.Module would register plain attributes as children of their own names.
@@ -143,7 +145,8 @@ class TransformersCausalLM(CausalLM):
     """
 
     compile_obstacle = "its layers are those of transformers"
-    initial_buffers = {"*.e_score_correction_bias": 0.0}  # the others are computed by `reset_buffers`
+    # Those of transformers' activation xIELU, and of routers. The others are computed by `reset_buffers`.
+    initial_buffers = {"*.e_score_correction_bias": 0.0, "*.act_fn.beta": 0.5, "*.act_fn.eps": -1e-6}
 
     def __init__(self, config: ModelConfig):
         source = _source_of(config)
@@ -238,6 +241,9 @@ def find_initial_values(library_model: PreTrainedModel) -> dict[str, str]:
                 kinds[f"model.{name}.bias"] = "zeros"
         elif parameters and max(value.numel() for value in parameters.values()) <= MAX_TRIED_ELEMENTS:
             copied = deepcopy(module).to_empty(device="cpu", recurse=False)
+            for parameter in copied._parameters.values():
+                if parameter is not None:
+                    parameter.detach().zero_()  # transformers leaves some as they are, such as those of xIELU
             library_model._init_weights(copied)
             for key in parameters:
                 value = copied._parameters[key].detach()

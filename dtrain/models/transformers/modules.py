@@ -19,10 +19,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from dtrain.models.common.config import KVHeads
 from dtrain.models.common.linear import Linear
 from dtrain.models.common.micro_batch import AdapterContext
 from dtrain.models.transformers.running import RunningForward, get_running, running
 from dtrain.parallel.tensor import LocalParameters, VocabEmbedding
+
+_KEY_PROJECTIONS = ("k_proj", "v_proj")
 
 ChangeTensor = Callable[[Tensor], Tensor]
 
@@ -33,10 +36,12 @@ class TransformersLinear(Linear):
     Attributes:
         enter: Applied to the input. Set by the styles of `plan`.
         leave: Applied to the output. Set by the styles of `plan`.
+        rotary_size: Elements of the rotary part in the latent of keys, in a model with multi-head latent attention.
     """
 
     enter: ChangeTensor | None = None
     leave: ChangeTensor | None = None
+    rotary_size: int | None = None
 
     def forward(self, x: Tensor, adapters: AdapterContext | None = None) -> Tensor:
         """Override `Linear.forward`, [..., in] -> [..., out]."""
@@ -145,6 +150,18 @@ def adopt_modules(
             _change_class(module, Float32Module if keeps else LocalModule, own_parameters)
     for layer in layers:
         _change_class(layer, TransformersLayer, ())
+
+
+def set_key_heads(layer: nn.Module, heads: KVHeads) -> None:
+    """Set `key_heads` of a layer's projections to keys and values, which tensor parallelism shards by heads.
+
+    Projections of other sizes, such as those to the latent of multi-head latent attention, do not have heads.
+    """
+    sizes = (heads.count * heads.head_dim, heads.count * heads.value_dim)
+    for name, module in layer.named_modules():
+        is_projection = name.rpartition(".")[2] in _KEY_PROJECTIONS
+        if is_projection and isinstance(module, TransformersLinear) and module.out_features in sizes:
+            module.key_heads = heads.count
 
 
 def _has_persistent_buffers(module: nn.Module) -> bool:

@@ -9,7 +9,12 @@ shards a module of the model, and sets what the module does with its inputs and 
     rowwise_split_input               as rowwise, for inputs that every rank has in full
     replicated_with_grad_allreduce    a norm over heads: each rank has other heads, so gradients are summed
     moe_tp_experts                    a mixture's experts, of which each rank computes a part of the inner size
+    moe_identity_expert               an expert that returns its input, which the ranks' sum must contain once
     mla_kv_a_proj                     the latent of keys, whose rotary part every rank's heads read
+    embedding_rowwise                 rows of a table, whose outputs are summed
+    replicate, local_params           nothing
+
+A name may also be that of a parameter, such as a layer's attention sinks. "colwise" then shards its heads.
 
 Modules that the plan does not name are replicated. In transformers each module communicates by itself, so the gradient
 of a layer's input is summed once per projection and not once per block.
@@ -26,6 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Partial, Replicate, Shard
+from transformers.activations import XIELUActivation
 
 from dtrain.base.errors import UserError
 from dtrain.models.common.decoder import CausalLM
@@ -45,11 +51,12 @@ from dtrain.parallel.tensor import (
     distribute_parameters,
     rowwise_within,
     summed,
+    vocab_rows,
 )
 
 StyleFunction = Callable[[Any, TensorParallel], None]
 
-_KEY_PROJECTIONS = ("k_proj", "v_proj")
+_NO_STYLES = ("replicate", "local_params")
 _NO_PLAN = "transformers has no tensor-parallel plan for this class; set parallel.tp=1"
 
 
@@ -64,28 +71,39 @@ def make_plan(config: Any, model: CausalLM) -> dict[str, Any]:
         model: The model, on the meta device.
     """
     library_plan: Mapping[str, str] | None = config.get_text_config().base_model_tp_plan
-    plan: dict[str, Any] = {"model": "decoder", "lm_head": "vocab_head"}
-    names = dict(model.named_modules())
-    for name, module in names.items():
-        if module is model.model.embed_tokens:
-            plan[name] = "vocab_embedding"
     if not library_plan:
         return {"lm_head": partial(_refuse, _NO_PLAN)}
-    experts: dict[str, dict[str, str]] = {}
+    names = dict(model.named_modules())
+    plan: dict[str, Any] = {"model": "decoder", "lm_head": "vocab_head"}
+    experts: set[str] = set()
+    parameters: dict[str, dict[str, str]] = {}  # for each pattern of modules, the styles of their parameters
     for name, style in library_plan.items():
         pattern = f"model.{name}"
         parent, _, last = pattern.rpartition(".")
+        if style in _NO_STYLES:
+            continue
         if any(fnmatchcase(module_name, pattern) for module_name in names):
             if style == "moe_tp_experts":
-                experts.setdefault(pattern, {})
+                experts.add(pattern)
             else:
                 plan[pattern] = _STYLES.get(style, partial(_refuse, f"{name}: dtrain does not know the style {style}"))
         elif any(
             fnmatchcase(module_name, parent) and last in module._parameters for module_name, module in names.items()
         ):
-            experts.setdefault(parent, {})[last] = style
-    for pattern, styles in experts.items():
-        plan[pattern] = partial(shard_experts, styles=styles)
+            parameters.setdefault(parent, {})[last] = style
+    for pattern in experts:
+        # Experts that are a list of modules, such as those of Phi-MoE's older classes, have styles of their own.
+        plan[pattern] = partial(shard_experts, styles=parameters.pop(pattern, {}))
+    for pattern, styles in parameters.items():
+        plan[pattern] = partial(shard_parameters, styles=styles)
+    for name, module in names.items():
+        if module is model.model.embed_tokens:
+            plan.pop(name, None)
+            plan[name] = "vocab_embedding"
+        elif isinstance(module, XIELUActivation):
+            plan[name] = summed  # its inputs are sharded, and transformers has no style for its parameters
+        elif isinstance(module, TransformersLinear):
+            module.rotary_size = getattr(config, "qk_rope_head_dim", None)
     return plan
 
 
@@ -139,7 +157,9 @@ def latent_keys(module: TransformersLinear, tp: TensorParallel) -> None:
     """
     _require_linear(module, "mla_kv_a_proj")
     distribute_parameters(module, tp, module._parameters, Replicate())
-    rotary_size: int = module.rotary_size  # type: ignore[assignment]
+    rotary_size = module.rotary_size
+    if rotary_size is None:
+        raise UserError(f"parallel.tp={tp.size}: the config of the model has no qk_rope_head_dim")
 
     def sum_rotary_gradient(output: Tensor) -> Tensor:
         latent, rotary = output.split([output.shape[-1] - rotary_size, rotary_size], dim=-1)
@@ -158,22 +178,73 @@ def shard_experts(module: LocalModule, tp: TensorParallel, styles: Mapping[str, 
     """
     _require_local(module)
     for name, style in styles.items():
-        parameter = module._parameters.get(name)
-        if parameter is None:
-            continue
-        if style == "packed_colwise":
-            dim = parameter.dim() - 2 if parameter.dim() > 2 else parameter.dim() - 1
-            select = partial(_select_packed, dim=dim, tp=tp)
-            distribute_parameters(module, tp, [name], Replicate(), grad=Partial(), select=select)
-        elif style == "rowwise" and parameter.dim() == 3:
-            distribute_parameters(module, tp, [name], Shard(2))
-        else:
-            raise UserError(f"parallel.tp={tp.size}: dtrain does not know the style {style} of the experts' {name}")
-    rest = [name for name in module._parameters if name not in styles]
+        _shard_parameter(module, tp, name, style)
+    rest = [name for name, parameter in module.named_parameters() if name not in styles]
     if rest:
         raise UserError(f"parallel.tp={tp.size}: the plan of transformers has no style for the experts' {rest[0]}")
     module.enter = partial(all_reduce_in_backward, group=tp.group)
     module.leave = partial(all_reduce_in_forward, group=tp.group)
+
+
+def shard_parameters(module: LocalModule, tp: TensorParallel, styles: Mapping[str, str]) -> None:
+    """Shard parameters of a module that computes between colwise and rowwise layers, such as attention sinks [H].
+
+    Other parameters of the module are replicated, and their gradients are summed.
+    """
+    if all(module._parameters.get(name) is None for name in styles):
+        return  # for example a layer without sinks, in a model where others have some
+    _require_local(module)
+    for name, style in styles.items():
+        _shard_parameter(module, tp, name, style)
+    rest = [name for name in module._parameters if name not in styles]
+    distribute_parameters(module, tp, rest, Replicate(), grad=Partial())
+
+
+def _shard_parameter(module: LocalModule, tp: TensorParallel, name: str, style: str) -> None:
+    """Shard a parameter by the style that transformers has for it. Its outputs are the dimension before the last.
+
+    For example, "colwise" shards the 64 heads of sinks [64], and the inner size of up_proj [E, inner, D]. The experts
+    of Llama 4 are transposed: gate_up_proj [E, D, 2·inner] is "packed_rowwise", and down_proj [E, inner, D] "colwise".
+    """
+    parameter = module._parameters.get(name)
+    if parameter is None:
+        return
+    outputs = max(parameter.dim() - 2, 0)
+    dims = {"colwise": outputs, "packed_colwise": outputs, "rowwise": parameter.dim() - 1}
+    dims["packed_rowwise"] = parameter.dim() - 1
+    dim = dims.get(style)
+    if dim is None or (dim == 0 and "packed" in style) or (parameter.dim() == 1 and style == "rowwise"):
+        raise UserError(f"parallel.tp={tp.size}: dtrain does not know the style {style} of {name}")
+    num_parts = 2 * tp.size if "packed" in style else tp.size
+    if parameter.shape[dim] % num_parts:
+        raise UserError(f"parallel.tp={tp.size} does not divide the {parameter.shape[dim]} elements of {name}")
+    if "packed" in style:
+        select = partial(_select_packed, dim=dim, tp=tp)
+        distribute_parameters(module, tp, [name], Replicate(), grad=Partial(), select=select)
+    else:
+        distribute_parameters(module, tp, [name], Shard(dim))
+
+
+class IdentityExpert(nn.Identity):
+    """Expert that returns its input, as a part of results that are summed over tp ranks.
+
+    Attributes:
+        num_ranks: Number of ranks.
+    """
+
+    num_ranks = 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return this rank's part of the input, which all ranks have."""
+        return x / self.num_ranks
+
+
+def divide_identity(module: nn.Module, tp: TensorParallel) -> None:
+    """Divide the output of an expert that returns its input."""
+    if type(module) is not nn.Identity:
+        raise UserError(f"transformers' style moe_identity_expert on a {type(module).__name__} is not known to dtrain")
+    module.__class__ = IdentityExpert
+    module.num_ranks = tp.size  # type: ignore[assignment]  # nn.Module's stub has a Tensor or a Module here
 
 
 def _select_packed(full: Tensor, dim: int, tp: TensorParallel) -> Tensor:
@@ -206,5 +277,6 @@ _STYLES: dict[str, StyleFunction] = {
     "rowwise_rep": rowwise_split,
     "replicated_with_grad_allreduce": summed,
     "mla_kv_a_proj": latent_keys,
-    "embedding_rowwise": lambda module, tp: None,
+    "moe_identity_expert": divide_identity,
+    "embedding_rowwise": vocab_rows,
 }
