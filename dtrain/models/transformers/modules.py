@@ -65,7 +65,10 @@ class TransformersLayer(nn.Module):
     def forward(self, *args: Any, running_forward: RunningForward | None = None, **kwargs: Any) -> Any:
         """Compute the layer with a running forward."""
         with running(running_forward):
-            return super().forward(*args, **kwargs)
+            output = super().forward(*args, **kwargs)
+        if running_forward is not None:
+            running_forward.shared_input.clear()
+        return output
 
 
 class LocalModule(LocalParameters):

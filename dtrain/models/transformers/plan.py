@@ -16,8 +16,8 @@ shards a module of the model, and sets what the module does with its inputs and 
 
 A name may also be that of a parameter, such as a layer's attention sinks. "colwise" then shards its heads.
 
-Modules that the plan does not name are replicated. In transformers each module communicates by itself, so the gradient
-of a layer's input is summed once per projection and not once per block.
+Modules that the plan does not name are replicated. In transformers each module communicates by itself. Layers that are
+called with the same input one after the other share its entry (`running.SharedInput`).
 
 Gate and up projections that transformers joins in one matrix ("packed") cannot be cut into two parts of consecutive
 rows. Their weight is stored in full on every tp rank, and each rank computes with its own rows of both.
@@ -36,6 +36,7 @@ from transformers.activations import XIELUActivation
 from dtrain.base.errors import UserError
 from dtrain.models.common.decoder import CausalLM
 from dtrain.models.transformers.modules import LocalModule, TransformersLinear
+from dtrain.models.transformers.running import get_running
 from dtrain.parallel.collectives import (
     all_reduce_in_backward,
     all_reduce_in_forward,
@@ -122,7 +123,15 @@ def enter_colwise(module: TransformersLinear, tp: TensorParallel) -> None:
         colwise_kv(module, tp)
     else:
         colwise(module, tp)
-    module.enter = partial(all_reduce_in_backward, group=tp.group)
+    module.enter = partial(_enter, tp=tp)
+
+
+def _enter(hidden: Tensor, tp: TensorParallel) -> Tensor:
+    """Return the input of a sharded layer, whose gradient is summed over tp, once for all layers with this input."""
+    forward = get_running()
+    if forward is None:
+        return all_reduce_in_backward(hidden, tp.group)
+    return forward.shared_input.enter(hidden, tp.group)
 
 
 def leave_rowwise(module: TransformersLinear, tp: TensorParallel) -> None:
@@ -138,7 +147,7 @@ def colwise_gathered(module: TransformersLinear, tp: TensorParallel) -> None:
     if module.out_features % tp.size:
         raise UserError(f"parallel.tp={tp.size} does not divide the {module.out_features} outputs of a layer")
     colwise(module, tp)
-    module.enter = partial(all_reduce_in_backward, group=tp.group)
+    module.enter = partial(_enter, tp=tp)
     module.leave = partial(gather_for_replicated, dim=-1, group=tp.group)
 
 

@@ -14,15 +14,43 @@ the duration of a call. Like torch's grad mode it belongs to the running call of
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from dtrain.attention.kernels import Kernel
 from dtrain.models.common.masks import AttentionMasks
 from dtrain.models.common.micro_batch import AdapterContext, DecodingCache
+from dtrain.parallel.collectives import all_reduce_in_backward
+
+
+class SharedInput:
+    """The last tensor that entered tensor parallelism, so that layers with the same input share its entry.
+
+    For example, q_proj, k_proj and v_proj have one input. It enters once, so that the backward adds up the gradients of
+    the three before it sums over the ranks.
+    """
+
+    def __init__(self) -> None:
+        self._input: Tensor | None = None
+        self._entered: Tensor | None = None
+
+    def enter(self, hidden: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """Return `hidden`, whose gradient is summed over the ranks.
+
+        Collectives:
+            One all-reduce in the backward for each input, however often it enters in a row.
+        """
+        if self._entered is None or self._input is not hidden:
+            self._input, self._entered = hidden, all_reduce_in_backward(hidden, group)
+        return self._entered
+
+    def clear(self) -> None:
+        """Forget the tensor, whose graph would otherwise be kept."""
+        self._input = self._entered = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,12 +62,14 @@ class RunningForward:
         masks: Its masks. None with a cache.
         cache: KV cache, which attends in place of the kernel.
         adapters: Whether adapters take part, and their dropout.
+        shared_input: The last input of a sharded linear layer.
     """
 
     kernel: Kernel
     masks: AttentionMasks | None
     cache: DecodingCache | None
     adapters: AdapterContext | None
+    shared_input: SharedInput = field(default_factory=SharedInput)
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, sinks: Tensor | None
