@@ -115,26 +115,28 @@ class TransformersDecoder(Stack):
         Raises:
             RuntimeError: If transformers leaves a buffer without values.
         """
+        modules: list[nn.Module] = []
+        buffers: list[tuple[nn.Module, str, Tensor]] = []
         for module in self.modules():
-            buffers: dict[str, Tensor] = {}
-            for name, buffer in module._buffers.items():
-                if buffer is not None and name in module._non_persistent_buffers_set:
-                    buffers[name] = buffer
-            if not buffers:
-                continue
-            for values in buffers.values():
-                if values.is_floating_point():
-                    values.fill_(math.nan)
-            # transformers does not change tensors with this mark. The module's parameters get their values elsewhere.
-            parameters = [parameter for parameter in module._parameters.values() if parameter is not None]
-            for parameter in parameters:
-                parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+            for name in sorted(module._non_persistent_buffers_set):
+                values = module._buffers[name]
+                if values is not None:
+                    modules.append(module)
+                    buffers.append((module, name, values))
+                    if values.is_floating_point():
+                        values.fill_(math.nan)
+        # transformers does not change tensors with this mark. Parameters get their values elsewhere.
+        parameters = list(self.parameters())
+        for parameter in parameters:
+            parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+        # The decoder comes first, because Falcon-H1 computes buffers of its layers there.
+        for module in [self.library_model.base_model, *dict.fromkeys(modules)]:
             self.library_model._init_weights(module)
-            for parameter in parameters:
-                del parameter._is_hf_initialized  # type: ignore[attr-defined]
-            for name, values in buffers.items():
-                if values.device.type != "meta" and bool(values.isnan().any()):
-                    raise RuntimeError(f"transformers does not initialise the buffer {name} of {type(module).__name__}")
+        for parameter in parameters:
+            del parameter._is_hf_initialized  # type: ignore[attr-defined]
+        for module, name, values in buffers:
+            if values.device.type != "meta" and bool(values.isnan().any()):
+                raise RuntimeError(f"transformers does not initialise the buffer {name} of {type(module).__name__}")
 
 
 class TransformersCausalLM(CausalLM):

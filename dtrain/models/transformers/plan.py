@@ -72,10 +72,11 @@ def make_plan(config: Any, model: CausalLM) -> dict[str, Any]:
         model: The model, on the meta device.
     """
     library_plan: Mapping[str, str] | None = config.get_text_config().base_model_tp_plan
+    head, head_style = ("lm_head", "vocab_head") if model.config.num_labels is None else ("score", "score_head")
     if not library_plan:
-        return {"lm_head": partial(_refuse, _NO_PLAN)}
+        return {head: partial(_refuse, _NO_PLAN)}
     names = dict(model.named_modules())
-    plan: dict[str, Any] = {"model": "decoder", "lm_head": "vocab_head"}
+    plan: dict[str, Any] = {"model": "decoder", head: head_style}
     experts: set[str] = set()
     parameters: dict[str, dict[str, str]] = {}  # for each pattern of modules, the styles of their parameters
     for name, style in library_plan.items():
