@@ -26,6 +26,7 @@ from dtrain.base.plugins import import_object
 from dtrain.parallel.tensor import (
     STYLE_MODULES,
     STYLES,
+    AdapterStyle,
     LocalParameters,
     ParallelModel,
     Stack,
@@ -75,7 +76,8 @@ def apply_plan(model: ParallelModel, mesh: DeviceMesh, plan: Plan, *, sequence_p
         model: The model, whose parameters are the same on every rank.
         mesh: The tp ranks, one dimension.
         plan: From patterns of module names (`*` matches any part of a name) to styles. A style is a name in
-            `tensor.STYLES`, a function (module, TensorParallel), or one of torch's ParallelStyle objects. If several
+            `tensor.STYLES`, a function (module, TensorParallel), or one of torch's ParallelStyle objects. A function
+            that knows adapters is an `AdapterStyle`. If several
             patterns match a module, the last one counts.
         sequence_parallel: Whether activations between blocks are sharded along the sequence.
 
@@ -139,6 +141,8 @@ def style_name(style: AnyStyle) -> str:
     """Return the name of a style, or that of its function or class."""
     if isinstance(style, str):
         return style
+    if isinstance(style, AdapterStyle):
+        style = style.function
     return getattr(style, "__qualname__", type(style).__name__)
 
 
@@ -202,7 +206,7 @@ class _PlanCheck:
         """Check that layers with an adapter have a style that knows adapters."""
         problems = []
         for name, style in self.styles.items():
-            if isinstance(style, str) or style in STYLES.values():
+            if isinstance(style, str | AdapterStyle) or style in STYLES.values():
                 continue
             if any(key.startswith("lora_") for key in self.modules[name]._parameters):
                 problems.append(

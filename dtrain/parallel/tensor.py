@@ -403,6 +403,23 @@ class ParallelModel(nn.Module):
 Style = Callable[[Any, TensorParallel], None]
 
 
+@dataclass(frozen=True)
+class AdapterStyle:
+    """A style for linear layers that also shards the parameters of their adapters.
+
+    `apply.apply_plan` refuses other functions on a layer with an adapter, whose matrices they do not know.
+
+    Attributes:
+        function: Shards a layer, for example by `colwise`.
+    """
+
+    function: Style
+
+    def __call__(self, module: Any, tp: TensorParallel) -> None:
+        """Shard a layer."""
+        self.function(module, tp)
+
+
 # Parameters of a linear layer with one row per output, and those with one column per input. `weight_codes` and
 # `weight_scales` are a weight in NF4, and `lora_..` belong to an adapter.
 _WEIGHT = ("weight", "weight_codes", "weight_scales")

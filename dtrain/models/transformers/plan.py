@@ -45,6 +45,7 @@ from dtrain.parallel.collectives import (
 )
 from dtrain.parallel.placement import chunk_bounds
 from dtrain.parallel.tensor import (
+    AdapterStyle,
     LocalParameters,
     TensorParallel,
     colwise,
@@ -88,7 +89,8 @@ def make_plan(config: Any, model: CausalLM) -> dict[str, Any]:
             if style == "moe_tp_experts":
                 experts.add(pattern)
             else:
-                plan[pattern] = _STYLES.get(style, partial(_refuse, f"{name}: dtrain does not know the style {style}"))
+                refused = AdapterStyle(partial(_refuse, f"{name}: dtrain does not know the style {style}"))
+                plan[pattern] = _STYLES.get(style, refused)
         elif any(
             fnmatchcase(module_name, parent) and last in module._parameters for module_name, module in names.items()
         ):
@@ -279,14 +281,14 @@ def _require_local(module: nn.Module) -> None:
 
 
 _STYLES: dict[str, StyleFunction] = {
-    "colwise": enter_colwise,
-    "rowwise": leave_rowwise,
-    "colwise_gather_output": colwise_gathered,
-    "colwise_rep": colwise_gathered,
-    "rowwise_split_input": rowwise_split,
-    "rowwise_rep": rowwise_split,
+    "colwise": AdapterStyle(enter_colwise),
+    "rowwise": AdapterStyle(leave_rowwise),
+    "colwise_gather_output": AdapterStyle(colwise_gathered),
+    "colwise_rep": AdapterStyle(colwise_gathered),
+    "rowwise_split_input": AdapterStyle(rowwise_split),
+    "rowwise_rep": AdapterStyle(rowwise_split),
     "replicated_with_grad_allreduce": summed,
-    "mla_kv_a_proj": latent_keys,
+    "mla_kv_a_proj": AdapterStyle(latent_keys),
     "moe_identity_expert": divide_identity,
     "embedding_rowwise": vocab_rows,
 }
