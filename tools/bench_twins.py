@@ -82,7 +82,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "qk_rope_head_dim": 16,
         "qk_nope_head_dim": 32,
         "v_head_dim": 32,
-        "num_key_value_heads": 8,
         "first_k_dense_replace": 1,
     },
     "gpt_oss": {"head_dim": 32, "num_local_experts": 16, "num_experts_per_tok": 4, "sliding_window": 128},
@@ -91,7 +90,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 def config_values(family: str, sizes: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of a config.json of a family."""
-    config = transformers.CONFIG_MAPPING[family](**{**SMALL, **sizes, **FAMILIES[family]})
+    fields = {**SMALL, **sizes, **FAMILIES[family]}
+    if "kv_lora_rank" in fields:  # with latent attention, each query head has keys of its own
+        fields["num_key_value_heads"] = fields["num_attention_heads"]
+    config = transformers.CONFIG_MAPPING[family](**fields)
     cls = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     values: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
     return values | {"architectures": [cls.__name__]}
