@@ -35,6 +35,9 @@ OPTIONAL_FILES = {
     "dtrain/models/transformers/config.py",
     "dtrain/models/transformers/conversion.py",
     "dtrain/models/transformers/model.py",
+    "dtrain/models/transformers/plan.py",
+    "dtrain/models/transformers/proof.py",
+    "dtrain/models/transformers/shrinking.py",
 }
 
 

@@ -204,6 +204,8 @@ def _checks_of_files(inputs: RunInputs) -> list[tuple[str, Check]]:
     ]
     if inputs.other_models:
         checks.append((inputs.recipe.method_name, _optional("other_models").check_files))
+    if inputs.library_models:
+        checks.append(("model.path", _optional("transformers_models").check_files))
     checks += [("", code.check_files), ("data", data.check_files)]
     if inputs.recipe.evals:
         checks.append(("eval", _optional("evals").check_files))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from dtrain.base.errors import UserError
 from dtrain.base.ranges import OutOfRange, find_out_of_range
 from dtrain.data.model_directory import ModelDirectory
-from dtrain.models.common.config import ModelConfig
+from dtrain.models.common.config import ModelConfig, TransformersModel
 from dtrain.recipe import Recipe
 from dtrain.recipe.world import num_dp_ranks, replace_auto, resolve_compile
 from dtrain.training.directory import RunDirectory
@@ -116,6 +116,24 @@ class RunInputs:
         return None
 
     @cached_property
+    def library_models(self) -> dict[str, TransformersModel]:
+        """Models of the transformers library by the recipe's key, of those that are on this machine."""
+        sources = {"model.path": self.source, **self.other_models}
+        return find_library_models(
+            {key: source for key, source in sources.items() if key not in self.pending_downloads}
+        )
+
+    @cached_property
     def wrong_values(self) -> list[OutOfRange]:
         """Values of the recipe that are out of range: key, value and the range in words."""
         return find_out_of_range(self.original_recipe)
+
+
+def find_library_models(sources: Mapping[str, ModelDirectory]) -> dict[str, TransformersModel]:
+    """Return the models of the transformers library among a run's models. Those that cannot be read are left out."""
+    found = {}
+    for key, source in sources.items():
+        config = source.any_config
+        if config is not None and config.transformers is not None:
+            found[key] = config.transformers
+    return found

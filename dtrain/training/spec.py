@@ -124,6 +124,10 @@ def resolve(recipe: Recipe, runtime: Runtime, stack: ExitStack) -> ResolvedRun:
     host = Host(ranks, recorder.print_line)
     inputs.source.tokenizer  # noqa: B018 (a cached property; a tokenizer that cannot be read ends the run here)
     precision = choose_precision(recipe.train.dtype, runtime.device.type, recipe.train.masters)
+    if inputs.library_models:
+        from dtrain.training.setup import transformers_models  # only for models of transformers
+
+        host.on_first_rank("model.path", partial(transformers_models.prove_on_first_rank, inputs))
 
     # The model is built on meta before the data are read, because reading may take long and mistakes in the model
     # should be found early. But a model has its vision tower only if the data have images. There are three cases:

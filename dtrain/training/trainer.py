@@ -53,6 +53,7 @@ from dtrain.recipe.schema import Recipe
 from dtrain.training import metrics, resume
 from dtrain.training.directory import ABOUT, DATA
 from dtrain.training.eval_sets import better_function
+from dtrain.training.inputs import find_library_models
 from dtrain.training.metrics.records import read_rows
 from dtrain.training.preflight import shape_problems
 from dtrain.training.resume import Start
@@ -162,6 +163,10 @@ class Trainer:
         self._recipe_text = config.to_yaml(spec.original_recipe)
 
         mesh = build_mesh(runtime, **spec.sizes.shape, ep=spec.sizes.ep)
+        library_models = find_library_models({"model.path": spec.source, **spec.other_models})
+        if library_models:
+            module = import_module("dtrain.training.setup.transformers_models")  # only for models of transformers
+            module.prove_on_mesh(recipe, library_models, mesh, runtime.device, self.ranks)
         self.before_gib = metrics.memory_gib(runtime.device)
         options = BuildOptions(max_row_length=self.method.max_row_length())
         self.policy = Policy(recipe, spec.model_config, mesh, runtime, spec.precision, options)

@@ -10,6 +10,8 @@ attention, the head and the losses. Nothing outside of this package knows which 
     running     the running forward, and the attention function that transformers calls
     experts     mixtures of experts, which transformers calls
     plan        tensor-parallel plans of transformers in dtrain's styles
+    proof       the proof at a run's start that a small copy computes what transformers computes
+    shrinking   the config of that copy
 
 Data flow of a step of Cohere2 on 2 tp ranks: `policy.score.Scorer` calls `model.with_head(loss, input_ids, context)`.
 `TransformersDecoder.states` makes the attention masks of the micro-batch and calls the decoder of transformers with the

@@ -240,8 +240,6 @@ def _find_problems(config: PretrainedConfig, model: PreTrainedModel) -> list[str
         problems.append("no list of decoder layers next to the embedding of its tokens, or no head")
     elif any(parameter is not None for parameter in decoder_of(model)._parameters.values()):
         problems.append("parameters outside of its layers and norms")
-    elif any(buffer is not None for buffer in decoder_of(model)._buffers.values()):
-        problems.append("buffers outside of its layers and norms")
     tied = getattr(model, "_tied_weights_keys", None) or {}
     if names is not None and is_tied(config):
         head = f"{names.head}.weight"
@@ -352,7 +350,7 @@ def _model_config(
         attention_scale=first.scale,
         kv_heads_by_type=kv_heads_by_type,
         has_sinks=any(layer.has_sinks for layer in attention),
-        final_logit_softcapping=getattr(config, "final_logit_softcapping", None),
+        final_logit_softcapping=getattr(config, "final_logit_softcapping", getattr(config, "logits_soft_cap", None)),
         bos_token_id=config.bos_token_id if isinstance(config.bos_token_id, int) else None,
         eos_token_ids=tuple(eos) if isinstance(eos, list | tuple) else () if eos is None else (eos,),
         pad_token_id=model.get_input_embeddings().padding_idx,

@@ -58,6 +58,10 @@ class TransformersDecoder(Stack):
             set_key_heads(layer, config.kv_heads_of(kind))
         for name, child in decoder.named_children():
             self.add_module(name, child)
+        self._buffer_dtypes = {name: buffer.dtype for name, buffer in decoder.named_buffers()}
+        # Both decoders have the same buffers, also after `to` has replaced them.
+        self.__dict__["_buffers"] = decoder._buffers
+        self.__dict__["_non_persistent_buffers_set"] = decoder._non_persistent_buffers_set
         # In tuples, because nn.Module would register plain attributes as children of their own names.
         self._library = (library_model,)
         self._ends = (embedding, layers)
@@ -137,6 +141,10 @@ class TransformersDecoder(Stack):
         for module, name, values in buffers:
             if values.device.type != "meta" and bool(values.isnan().any()):
                 raise RuntimeError(f"transformers does not initialise the buffer {name} of {type(module).__name__}")
+        # transformers computes a buffer in its own dtype, such as the factor 50.5 in bfloat16 for sqrt(2560) = 50.596.
+        for name, values in self.named_buffers():
+            if values.is_floating_point() and values.device.type != "meta":
+                values.copy_(values.to(self._buffer_dtypes.get(name, values.dtype)))
 
 
 class TransformersCausalLM(CausalLM):

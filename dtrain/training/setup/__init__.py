@@ -4,6 +4,7 @@ outputs      the run's directory, its metrics, its export, the metric by which i
 tokenizer    the tokenizer and the chat template
 model        the model on the meta device
 other_models a reference, a teacher, a reward model
+transformers_models options that models of transformers do not have, and the proof of their numbers
 adapter      the section `lora`
 code         code that the recipe names by an import path or a command
 mesh         the mesh, and whether the batch and the models fit it

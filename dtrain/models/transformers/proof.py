@@ -1,0 +1,452 @@
+"""The proof at a run's start that a model of transformers computes the same in dtrain as in transformers.
+
+A model of transformers may do anything: scale logits by a field that dtrain does not know, have a mask of its own, or
+mix the tokens of neighbouring documents in a convolution. Nothing of this raises an error, and all of it gives wrong
+numbers. So a small copy of the model (`shrinking`) with random weights in float64 is computed in two ways, and the loss
+and the gradients of all parameters are compared:
+
+    expected   transformers' own `...ForCausalLM` with its eager attention, its own head and one document at a time
+    packed     dtrain's model of the same weights, with all documents in one row and padding at the end
+    padded     dtrain's model with one document in each row, and padding at the end
+
+If only the packed row differs, some layer does not separate documents, and the model can be trained on padded rows with
+parallel.cp=1. `find_leak` finds this layer. If both differ, dtrain cannot train the model.
+
+`prove_on_mesh` compares a copy that is sharded over tensor- and context-parallel ranks with one that is not.
+
+The norms and the softmax of transformers are computed in float32 even in a model in float64, so two correct results may
+differ by 1e-6. `_DoublePrecision` replaces float32 by float64 in these functions, and correct results agree to 1e-12.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+
+from dtrain.attention.context import GatherKernel, RingKernel
+from dtrain.attention.kernels import SdpaKernel
+from dtrain.base.batch import PADDING_SEQ_ID
+from dtrain.base.errors import UserError, first_line
+from dtrain.losses.head.vocabulary import VocabShard
+from dtrain.losses.head.weighted_sum import weighted_logprob_sum
+from dtrain.models.building import build
+from dtrain.models.common.config import ModelConfig
+from dtrain.models.common.decoder import CausalLM
+from dtrain.models.common.micro_batch import MicroBatchContext
+from dtrain.models.transformers.config import build_library_model, make_library_config, read_transformers_config
+from dtrain.models.transformers.shrinking import FIRST_TOKEN, SmallConfig, small_configs
+from dtrain.parallel.apply import apply_plan
+from dtrain.parallel.context.batch import shard_streams
+from dtrain.parallel.mesh import Mesh
+
+TOLERANCE = 1e-6
+"""Largest relative difference of the loss, and of each parameter's gradient. Rounding is about 1e-12."""
+DOCUMENTS = (11, 6, 9)
+"""Tokens of the documents. Two are longer than two windows (`shrinking.WINDOW`)."""
+_PADDING = 6  # tokens at the end of the packed row
+_SEED = 59
+_NOISE = 0.5
+# A gradient is compared with the largest one of the model if it is much smaller, because a gradient that is zero in
+# exact arithmetic, such as that of a bias of keys, is only rounding.
+_SMALLEST_GRADIENT = 1e-4
+_MAX_PARAMETERS = 3 * 10**8
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What is known about a model of transformers.
+
+    Attributes:
+        problem: Why dtrain cannot train the model. Empty if it can.
+        leak: The part of the model that mixes the tokens of different documents, such as "linear_attn
+            (Qwen3NextGatedDeltaNet)". Empty if the model separates documents.
+        kept: Sizes of the copy that are those of the model.
+    """
+
+    problem: str = ""
+    leak: str = ""
+    kept: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Computed:
+    """A loss, and the gradient of each parameter by dtrain's name."""
+
+    loss: float
+    gradients: dict[str, Tensor]
+
+
+class _DoublePrecision(TorchFunctionMode):
+    """Context in which functions of torch that compute in float32 compute in float64."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call `func` with float64 in place of each argument that is float32."""
+        kwargs = {name: _doubled(value) for name, value in (kwargs or {}).items()}
+        if func is Tensor.float:
+            func = Tensor.double
+        return func(*(_doubled(arg) for arg in args), **kwargs)
+
+
+def _doubled(value: Any) -> Any:
+    return torch.float64 if value is torch.float32 else value
+
+
+class NotComputable(Exception):
+    """A copy whose forward raised an error of torch, transformers or dtrain's attention."""
+
+
+def prove(values: Mapping[str, Any]) -> Proof:
+    """Prove that dtrain computes a model of transformers as that library does. No collective.
+
+    Args:
+        values: The fields of config.json.
+    """
+    failure = "no small copy of it can be built"
+    for small in small_configs(values):
+        try:
+            copy = Copy.of(small)
+            expected = copy.expected()
+        except NotComputable as error:
+            failure = str(error)
+            continue
+        return _prove_copy(copy, expected, small)
+    return Proof(f"nothing can be compared: {failure}")
+
+
+def _prove_copy(copy: "Copy", expected: Computed, small: SmallConfig) -> Proof:
+    try:
+        difference = find_difference(copy.packed(), expected)
+        if difference is None:
+            return Proof(kept=small.kept)
+        difference = find_difference(copy.padded(), expected)
+        if difference is not None:
+            return Proof(f"{difference}, compared with transformers", kept=small.kept)
+        return Proof(leak=copy.find_leak(), kept=small.kept)
+    except NotComputable as error:
+        return Proof(str(error), kept=small.kept)
+
+
+def find_difference(computed: Computed, expected: Computed) -> str | None:
+    """Return how the loss or a gradient differs from what is expected. None if they agree within TOLERANCE."""
+    error = abs(computed.loss - expected.loss) / abs(expected.loss)
+    if not error <= TOLERANCE:
+        return f"the loss is {computed.loss:.8g} in place of {expected.loss:.8g}"
+    largest = max(float(gradient.abs().max()) for gradient in expected.gradients.values())
+    worst, worst_name = 0.0, ""
+    for name, gradient in expected.gradients.items():
+        scale = max(float(gradient.abs().max()), _SMALLEST_GRADIENT * largest)
+        error = float((computed.gradients[name].to(gradient.device) - gradient).abs().max()) / scale
+        if not error <= worst:
+            worst, worst_name = error, name
+    if worst <= TOLERANCE:
+        return None
+    return f"the loss is right and the gradient of {worst_name} differs by {worst:.1e}"
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A small copy of a model, in transformers and in dtrain, with the same weights.
+
+    Attributes:
+        config: Its config.
+        library_model: The model of transformers with eager attention.
+        model: dtrain's model.
+        documents: Token ids of the documents, [length] each.
+    """
+
+    config: ModelConfig
+    library_model: PreTrainedModel
+    model: CausalLM
+    documents: list[Tensor]
+
+    @classmethod
+    def of(cls, small: SmallConfig, device: torch.device | None = None) -> "Copy":
+        """Build a copy. The same config has the same weights in every process.
+
+        Args:
+            small: The copy's config.
+            device: Device of dtrain's model. None: the CPU.
+
+        Raises:
+            NotComputable: If the copy cannot be built.
+        """
+        try:
+            config = read_transformers_config(small.values, "config.json")
+        except UserError as error:
+            raise NotComputable(str(error)) from error
+        if config.num_parameters > _MAX_PARAMETERS:
+            raise NotComputable(f"its smallest copy has {config.num_parameters:,} parameters")
+        generator = torch.Generator().manual_seed(_SEED)
+        with _errors_of_library("be built"), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(_SEED)
+            library_model = build_library_model(make_library_config(small.values, "config.json"), "eager", "cpu")
+            library_model.double()
+            _add_noise(library_model, generator)
+            model = build(config, torch.float64)
+            _copy_weights(model, library_model)
+        documents = [torch.randint(FIRST_TOKEN, config.vocab_size, (n,), generator=generator) for n in DOCUMENTS]
+        return cls(config, library_model, model.train().to(device or "cpu"), documents)
+
+    def expected(self) -> Computed:
+        """Compute the documents one at a time in transformers."""
+        total = torch.zeros((), dtype=torch.float64)
+        with _errors_of_library("run in transformers"), _DoublePrecision():
+            for document in self.documents:
+                logits = self.library_model(input_ids=document[None], use_cache=False).logits[0, :-1]
+                total = total - logits.double().log_softmax(-1).gather(1, document[1:, None]).sum()
+            total.backward()
+        gradients = {}
+        parameters = dict(self.library_model.named_parameters())
+        for name, parameter in self.model.named_parameters():
+            gradient = parameters[_library_name(self.config, name)].grad
+            gradients[name] = torch.zeros(parameter.shape, dtype=torch.float64) if gradient is None else gradient
+        return Computed(float(total.detach()), gradients)
+
+    def packed(self) -> Computed:
+        """Compute the documents in one row."""
+        return compute(self.model, self.config, self._packed_streams())
+
+    def _packed_streams(self) -> dict[str, Tensor]:
+        rows = [_row_of(document, number, 0) for number, document in enumerate(self.documents)]
+        rows.append(_row_of(torch.zeros(0, dtype=torch.int64), 0, _PADDING))
+        return {name: torch.cat([row[name] for row in rows], dim=1) for name in rows[0]}
+
+    def padded(self) -> Computed:
+        """Compute the documents in a row each."""
+        longest = max(DOCUMENTS)
+        rows = [_row_of(document, 0, longest - len(document)) for document in self.documents]
+        streams = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
+        return compute(self.model, self.config, streams, has_one_document=True)
+
+    def find_leak(self) -> str:
+        """Return the first part of a layer whose output for a packed row is not that of each document."""
+        packed = self._packed_streams()
+        outputs: dict[str, Tensor] = {}
+        with torch.no_grad(), _record_outputs(self.model, outputs):
+            compute(self.model, self.config, packed, has_gradients=False)
+        start = 0
+        for document in self.documents[:-1]:
+            start += len(document)
+        last = self.documents[-1]
+        alone: dict[str, Tensor] = {}
+        row = _row_of(last, 0, 0)
+        with torch.no_grad(), _record_outputs(self.model, alone):
+            compute(self.model, self.config, row, has_gradients=False, has_one_document=True)
+        for name, output in outputs.items():
+            shape = output.shape
+            if name not in alone or output.dim() != 3 or shape[1] != packed["input_ids"].shape[1]:
+                continue
+            part = output[:, start : start + len(last)]
+            if part.shape != alone[name].shape:
+                continue
+            if float((part - alone[name]).abs().max()) > TOLERANCE * float(part.abs().max()):
+                module = self.model.get_submodule(name)
+                return f"{name.rpartition('.')[2]} ({type(module).__name__})"
+        return f"a layer of {self.config.architecture}"
+
+    def on_mesh(self, tp: DeviceMesh, cp: DeviceMesh, rotate: str) -> Computed:
+        """Compute the documents in one row over tensor- and context-parallel ranks. The model is sharded in place.
+
+        Collectives:
+            Over tp and cp.
+        """
+        model = self.model
+        if tp.size() > 1:
+            apply_plan(model, tp, model.plan, sequence_parallel=False)
+        streams = self._packed_streams()
+        if cp.size() > 1:
+            exchange = RingKernel if rotate == "ring" else GatherKernel
+            model.use_kernel(exchange(SdpaKernel(), cp))
+            streams = shard_streams(streams, cp)
+        computed = compute(model, self.config, streams, tp=tp)
+        loss = torch.tensor(computed.loss, dtype=torch.float64)
+        if cp.size() > 1:
+            device = next(model.parameters()).device
+            loss = loss.to(device)
+            dist.all_reduce(loss, group=cp.get_group())
+            for gradient in computed.gradients.values():
+                dist.all_reduce(gradient, group=cp.get_group())
+        return Computed(float(loss), computed.gradients)
+
+
+def prove_on_mesh(values: Mapping[str, Any], mesh: Mesh, rotate: str, device: torch.device) -> str | None:
+    """Prove that a model computes the same numbers on this mesh and in one process.
+
+    Args:
+        values: The fields of config.json, of a model with a `prove` that found no problem.
+        mesh: The mesh.
+        rotate: `parallel.cp_rotate`.
+        device: Device of this rank.
+
+    Returns:
+        The difference on this rank. None if there is none.
+
+    Collectives:
+        Over tp and cp.
+    """
+    for small in small_configs(values, mesh.tp.size()):
+        # The same on every rank, because the copy depends on nothing else than the config.
+        try:
+            copy = Copy.of(small, device)
+            expected = copy.packed()
+        except NotComputable:
+            continue
+        try:
+            return find_difference(copy.on_mesh(mesh.tp, mesh.cp, rotate), expected)
+        except NotComputable as error:
+            return str(error)
+    return "no small copy of it can be built"
+
+
+@contextmanager
+def _errors_of_library(what: str) -> Iterator[None]:
+    """Context in which any error becomes NotComputable: "it cannot be built: ..."."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # noqa: BLE001 - any class of transformers may raise anything here
+        raise NotComputable(f"it cannot {what}: {first_line(error)}") from error
+
+
+def _row_of(document: Tensor, number: int, padding: int) -> dict[str, Tensor]:
+    """Return the streams of a document with padding after it, [1, S] each.
+
+    Args:
+        document: Token ids.
+        number: Number of the document in its row.
+        padding: Tokens of padding.
+    """
+    length = len(document)
+    ids, positions = document.new_zeros(1, length + padding), document.new_zeros(1, length + padding)
+    documents = document.new_full((1, length + padding), PADDING_SEQ_ID)
+    labels = document.new_full((1, length + padding), -100)
+    ids[0, :length] = document
+    positions[0] = torch.arange(length + padding)
+    documents[0, :length] = number
+    labels[0, : max(length - 1, 0)] = document[1:]
+    return {"input_ids": ids, "position_ids": positions, "seq_ids": documents, "labels": labels}
+
+
+def compute(
+    model: CausalLM,
+    config: ModelConfig,
+    streams: Mapping[str, Tensor],
+    *,
+    has_one_document: bool = False,
+    has_gradients: bool = True,
+    tp: DeviceMesh | None = None,
+) -> Computed:
+    """Compute the loss of rows as training does, and its gradients.
+
+    Args:
+        model: dtrain's model.
+        config: Its config.
+        streams: This rank's part of each stream, [B, S].
+        has_one_document: Whether each row has one document and padding, for which training makes no mask.
+        has_gradients: Whether to compute gradients.
+        tp: The tensor-parallel ranks.
+
+    Raises:
+        NotComputable: For any error.
+
+    Collectives:
+        Those of the model, and those of gathering gradients over tp.
+    """
+    device = next(model.parameters()).device
+    local = {name: stream.to(device) for name, stream in streams.items()}
+    context = MicroBatchContext()
+    if not has_one_document:
+        context = MicroBatchContext(position_ids=local["position_ids"], seq_ids=local["seq_ids"])
+    labels = local["labels"].flatten()
+    index = (labels >= 0).nonzero()[:, 0]
+    shard = None
+    if tp is not None and model.head.vocab_start is not None:
+        shard = VocabShard(model.head.vocab_start, tp.get_group(), -(-config.vocab_size // tp.size()))
+
+    def loss(hidden: Tensor, head_weight: Tensor) -> Tensor:
+        weights = torch.ones(index.shape, dtype=torch.float64, device=device)
+        softcap = config.final_logit_softcapping
+        hidden = hidden.flatten(0, 1)
+        return -weighted_logprob_sum(hidden, head_weight, labels[index], weights, index, softcap=softcap, shard=shard)
+
+    model.zero_grad()
+    with _errors_of_library("run on dtrain's attention"), _DoublePrecision():
+        total = model.with_head(loss, local["input_ids"], context)
+        if has_gradients:
+            total.backward()
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        gradient = parameter.grad
+        if isinstance(gradient, DTensor):
+            gradient = gradient.full_tensor()
+        gradients[name] = torch.zeros(parameter.shape, dtype=torch.float64, device=device)
+        if gradient is not None:
+            gradients[name] += gradient
+    return Computed(float(total.detach()), gradients)
+
+
+@contextmanager
+def _record_outputs(model: CausalLM, outputs: dict[str, Tensor]) -> Iterator[None]:
+    """Context in which the outputs of the layers' children are added to `outputs`, in the order of computation."""
+    layers = model.model.layers
+    prefixes = {id(layer) for layer in layers}
+    handles = []
+    for name, module in model.named_modules():
+        parent = name.rpartition(".")[0]
+        if parent and id(model.get_submodule(parent)) in prefixes:
+            handles.append(module.register_forward_hook(_recorder(name, outputs)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _recorder(name: str, outputs: dict[str, Tensor]) -> Any:
+    def record(module: nn.Module, inputs: Any, output: Any) -> None:
+        first = output[0] if isinstance(output, tuple) else output
+        if isinstance(first, Tensor):
+            outputs[name] = first.detach()
+
+    return record
+
+
+@torch.no_grad()
+def _add_noise(model: PreTrainedModel, generator: torch.Generator) -> None:
+    """Add noise to parameters and the biases of routers, so that no norm is 1 and no bias 0.
+
+    Other buffers, such as the masks of MiniMax's linear attention, are not weights.
+    """
+    tensors = dict(model.named_parameters())
+    tensors |= {name: buffer for name, buffer in model.named_buffers() if name.endswith("bias")}
+    for tensor in tensors.values():
+        if tensor.is_floating_point():
+            noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
+            width = tensor.shape[-1] if tensor.dim() > 1 else 16
+            tensor.add_(noise * (_NOISE / width**0.5))
+
+
+@torch.no_grad()
+def _copy_weights(model: CausalLM, library_model: PreTrainedModel) -> None:
+    """Copy parameters and the buffers that are in files. Other buffers were computed by dtrain."""
+    source = library_model.state_dict()
+    for name, tensor in model.state_dict().items():
+        tensor.copy_(source[_library_name(model.config, name)])
+
+
+def _library_name(config: ModelConfig, name: str) -> str:
+    """Return the name in transformers of a parameter or buffer."""
+    source = config.transformers
+    assert source is not None
+    if name.startswith("lm_head."):
+        return name.replace("lm_head", source.head, 1)
+    return name.replace("model", source.prefix, 1)

@@ -1,0 +1,215 @@
+"""The proof at a run's start that dtrain computes a model of transformers as that library does.
+
+The mutants are classes derived from transformers' Llama that do something dtrain does not know. Each of them trains
+without an error in dtrain, and with wrong numbers.
+"""
+
+import json
+
+import pytest
+import torch
+import transformers as hf
+from torch import nn
+from transformers.models.llama.modeling_llama import LlamaForCausalLM
+
+from dtrain.models.transformers.proof import prove, prove_on_mesh
+from dtrain.parallel.mesh import Runtime, build_mesh
+from tests.problem_lines import preflight
+from tests.running import run
+from tests.tiny import tiny_recipe, write_model
+from tests.world import run_world
+
+SIZES = {
+    "vocab_size": 67,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+PACKING = "data.packing=false"
+
+
+class CumulativeMLP(nn.Module):
+    """An MLP that adds the sum of all earlier tokens of its row, as a recurrent layer would."""
+
+    def __init__(self, mlp):
+        super().__init__()
+        self.mlp = mlp
+
+    def forward(self, hidden):
+        return self.mlp(hidden + 0.1 * hidden.cumsum(dim=1))
+
+
+class ReversedMLP(CumulativeMLP):
+    """An MLP that reads the later tokens of its row, also those of padding."""
+
+    def forward(self, hidden):
+        return self.mlp(hidden + 0.1 * hidden.flip(1).cumsum(dim=1).flip(1))
+
+
+class LeakyConfig(hf.LlamaConfig):
+    model_type = "dtrain_leaky"
+
+
+class LeakyForCausalLM(LlamaForCausalLM):
+    config_class = LeakyConfig
+    mlp = CumulativeMLP
+
+    def __init__(self, config):
+        super().__init__(config)
+        for layer in self.model.layers:
+            layer.mlp = self.mlp(layer.mlp)
+
+
+class ReversedConfig(hf.LlamaConfig):
+    model_type = "dtrain_reversed"
+
+
+class ReversedForCausalLM(LeakyForCausalLM):
+    config_class = ReversedConfig
+    mlp = ReversedMLP
+
+
+class ScaledConfig(hf.LlamaConfig):
+    model_type = "dtrain_scaled"
+
+
+class ScaledForCausalLM(LlamaForCausalLM):
+    """The head has a factor that is no field of the config."""
+
+    config_class = ScaledConfig
+
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        output.logits = output.logits * 1.001
+        return output
+
+
+class DetachedConfig(hf.LlamaConfig):
+    model_type = "dtrain_detached"
+
+
+class DetachedForCausalLM(LlamaForCausalLM):
+    """The loss is right and a gradient is not: the reference leaves out that of the head."""
+
+    config_class = DetachedConfig
+
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        hidden = self.model(*args, **kwargs).last_hidden_state
+        output.logits = hidden @ (self.lm_head.weight.detach() * 0.5 + self.lm_head.weight * 0.5).t()
+        return output
+
+
+class UnsummedConfig(hf.Qwen3Config):
+    """Each tp rank has some of the heads, and the gradient of the norm over a head is not summed."""
+
+    model_type = "dtrain_unsummed"
+    base_model_tp_plan = {
+        name: style for name, style in hf.Qwen3Config.base_model_tp_plan.items() if not name.endswith("q_norm")
+    }
+
+
+class UnsummedForCausalLM(hf.Qwen3ForCausalLM):
+    config_class = UnsummedConfig
+
+
+MUTANTS = [LeakyForCausalLM, ReversedForCausalLM, ScaledForCausalLM, DetachedForCausalLM, UnsummedForCausalLM]
+
+
+@pytest.fixture(autouse=True)
+def mutants():
+    for cls in MUTANTS:
+        hf.AutoConfig.register(cls.config_class.model_type, cls.config_class, exist_ok=True)
+        hf.AutoModelForCausalLM.register(cls.config_class, cls, exist_ok=True)
+
+
+def values_of(cls, **changes):
+    """The fields of config.json of a small model."""
+    return {**cls.config_class(**{**SIZES, **changes}).to_dict(), "architectures": [cls.__name__]}
+
+
+def recipe_of(root, cls, *overrides, **changes):
+    directory = write_model(root / "qwen3-tied")
+    (directory / "config.json").write_text(json.dumps(values_of(cls, **changes)))
+    return tiny_recipe(
+        root, "model.implementation=transformers", "train.steps=1", "scheduler.warmup_steps=0", *overrides
+    )
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt_oss", "deepseek_v3", "recurrent_gemma"])
+def test_published_sizes_are_proved_in_seconds(kind):
+    """The default config of each class is of a published model, such as DeepSeek-V3 with 671 billion parameters."""
+    config = hf.CONFIG_MAPPING[kind]()
+    values = {**config.to_dict(), "architectures": [hf.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]}
+    proof = prove(values)
+    assert proof.problem == ""
+    assert proof.leak == ("temporal_block (RecurrentGemmaRecurrentBlock)" if kind == "recurrent_gemma" else "")
+
+
+def test_a_layer_that_mixes_documents_is_named(tmp_path):
+    recipe = recipe_of(tmp_path, LeakyForCausalLM)
+    path = recipe.model.path
+    mixed = f"model.path={path}: its mlp (CumulativeMLP) mixes the documents of a packed row"
+    assert preflight(recipe, 1) == [f"{mixed}. Set data.packing=false and parallel.cp=1."]
+    with pytest.raises(Exception, match="its mlp \\(CumulativeMLP\\) mixes the documents"):
+        run(recipe)
+    (problem,) = preflight(recipe_of(tmp_path, LeakyForCausalLM, PACKING, "parallel.cp=2"), 2)
+    assert problem.startswith(f"parallel.cp=2: the mlp (CumulativeMLP) of model.path={path} needs all tokens")
+    run(recipe_of(tmp_path, LeakyForCausalLM, PACKING))  # padded rows train
+
+
+@pytest.mark.parametrize(
+    ("cls", "reason"),
+    [
+        (ReversedForCausalLM, "the loss is"),
+        (ScaledForCausalLM, "the loss is"),
+        (DetachedForCausalLM, "the loss is right and the gradient of lm_head.weight differs by"),
+    ],
+)
+def test_a_class_that_computes_something_else_is_refused(tmp_path, cls, reason):
+    (problem,) = preflight(recipe_of(tmp_path, cls, PACKING), 1)
+    assert f"dtrain cannot train this model of transformers {hf.__version__}" in problem
+    assert f"In a small copy of it, {reason}" in problem
+    assert problem.endswith("Set model.path to another model.")
+
+
+def test_a_run_stores_its_proof_and_validate_stores_nothing(tmp_path):
+    recipe = recipe_of(tmp_path, LlamaForCausalLM)
+    assert preflight(recipe, 1) == []
+    assert not (tmp_path / "runs").exists()
+    run(recipe)
+    (stored,) = (tmp_path / "runs" / ".cache" / "proofs").iterdir()
+    assert json.loads(stored.read_text()) == {"leak": "", "kept": []}
+    # The next start reads it.
+    stored.write_text(json.dumps({"leak": "conv (Stored)", "kept": []}))
+    (problem,) = preflight(recipe, 1)
+    assert "its conv (Stored) mixes the documents" in problem
+
+
+def prove_on_ranks(rank, cases, shape):
+    mesh = build_mesh(Runtime(rank=rank, local_rank=rank, world_size=4), **shape)
+    return [prove_on_mesh(values, mesh, rotate, torch.device("cpu")) for values, rotate in cases]
+
+
+def test_ranks_compute_the_numbers_of_one_process():
+    experts = {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+    }
+    latent = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    mixture = values_of(hf.DeepseekV3ForCausalLM, **experts, **latent, num_key_value_heads=4, moe_intermediate_size=16)
+    tied = values_of(hf.Qwen3ForCausalLM, tie_word_embeddings=True)
+    unsummed = values_of(UnsummedForCausalLM)
+    cases = [(mixture, "allgather"), (tied, "ring"), (unsummed, "allgather")]
+    for results in run_world(prove_on_ranks, 4, cases, {"tp": 2, "cp": 2}):
+        assert results[:2] == [None, None]
+        assert "q_norm.weight differs by" in results[2]
