@@ -3,6 +3,9 @@
 import json
 import math
 import shutil
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from hashlib import sha256
 
 import peft
 import pytest
@@ -13,11 +16,16 @@ from safetensors.torch import load_file, save_file
 from dtrain import models
 from dtrain.base.errors import UserError
 from dtrain.base.ranks import Ranks
+from dtrain.checkpoint.dcp.training_state import model_tensors
 from dtrain.checkpoint.huggingface.export import export
+from dtrain.checkpoint.huggingface.merged import full_weights
 from dtrain.checkpoint.huggingface.read import check_fit, read_weights
 from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles
 from dtrain.checkpoint.huggingface.write import write_directory
+from dtrain.policy.weights import flatten_bucket, join_weight_group
+from tests.policy.test_weights import free_port
 from tests.running import assert_same_rows, run, run_directory, trajectory
+from tests.serve.serving import ask, serving
 from tests.tiny import tiny_dpo, tiny_recipe, write_model
 
 IDS = torch.arange(24).view(2, 12) % 67 + 3
@@ -48,6 +56,9 @@ EXPERTS = {
     "first_k_dense_replace": 1,
     "num_key_value_heads": 4,
 }
+OTHER_KINDS = {
+    "qwen2_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+}
 KINDS = {
     "llama": {},
     "cohere2": {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
@@ -59,7 +70,7 @@ KINDS = {
 
 def save_model(kind, directory, **changes):
     """Write a model with random weights as transformers does, and return it."""
-    config = hf.CONFIG_MAPPING[kind](**{**SIZES, **KINDS[kind], **changes})
+    config = hf.CONFIG_MAPPING[kind](**{**SIZES, **(KINDS | OTHER_KINDS)[kind], **changes})
     torch.manual_seed(0)
     model = hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32, experts_implementation="eager").eval()
     with torch.no_grad():
@@ -241,3 +252,31 @@ def test_a_reference_of_files_has_the_numbers_of_the_model(tmp_path):
     recipe = recipe_of(tmp_path, "llama", make=tiny_dpo)
     recipe = recipe_of(tmp_path, "llama", f"dpo.reference={recipe.model.path}", make=tiny_dpo)
     assert trajectory(run(recipe))[0][0] == pytest.approx(math.log(2), abs=1e-12)
+
+
+def test_weights_are_sent_to_a_server_by_their_names_in_files(tmp_path):
+    """The experts of Qwen2-MoE are matrices of their own in files and messages, and a stack in the model."""
+    write_model(tmp_path)
+    save_model("qwen2_moe", tmp_path, vocab_size=67)
+    model = read(tmp_path)
+    change(model)
+    with serving(tmp_path, key="secret", control=tmp_path) as (url, _):
+        weights = {name: weight.read(torch.float64) for name, weight in full_weights(model).items()}
+        assert weights.keys() == load_file(tmp_path / "model.safetensors").keys()
+        port, group_name = free_port(), "weights"
+        meeting = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2}
+        bucket = {"names": list(weights), "shapes": [list(weight.shape) for weight in weights.values()]}
+        bucket |= {"dtypes": ["float64"] * len(weights), "load_format": "flattened_bucket", "weight_version": 2}
+        with ThreadPoolExecutor() as pool:
+            joined = pool.submit(ask, url, "/init_weights_update_group", meeting | {"group_name": group_name})
+            group = join_weight_group(
+                "127.0.0.1", port, 0, 2, torch.device("cpu"), name=group_name, wait=timedelta(seconds=30)
+            )
+            assert joined.result()[0] == 200
+            assert ask(url, "/check_weights", {key: bucket[key] for key in ("names", "dtypes", "shapes")})[0] == 200
+            updated = pool.submit(ask, url, "/update_weights_from_distributed", bucket | {"group_name": group_name})
+            group.broadcast(flatten_bucket(list(weights.values())), 0).wait()
+            assert updated.result()[0] == 200, updated.result()
+        checksums = ask(url, "/weight_checker", {"action": "checksum"})[1]["checksums"]
+    own = {name: tensor.detach() for name, tensor in model_tensors(model).items()}
+    assert checksums == {name: sha256(tensor.numpy().tobytes()).hexdigest() for name, tensor in own.items()}

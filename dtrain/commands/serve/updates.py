@@ -18,7 +18,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from dtrain.adapters.config import PARAMETERS
 from dtrain.adapters.lora import adapted_layers, build_with_adapters, remove_adapters
 from dtrain.base.errors import UserError
 from dtrain.checkpoint.dcp.training_state import model_tensors, tensor_aliases
+from dtrain.checkpoint.huggingface.converted import is_library_model
 from dtrain.checkpoint.huggingface.file_rows import FusedWeight, fused_weights
 from dtrain.checkpoint.huggingface.merged import merge_in_place
 from dtrain.checkpoint.huggingface.read import check_fit, read_weights
@@ -39,6 +40,10 @@ from dtrain.models.common.config import is_in_vision_tower
 from dtrain.models.common.decoder import CausalLM
 from dtrain.policy.weights import WEIGHT_GROUP, WeightInfo, WeightReceiver
 from dtrain.rl.remote.publish import is_complete_step, step_number
+
+if TYPE_CHECKING:
+    from dtrain.models.transformers.conversion import Conversion
+    from dtrain.models.transformers.model import TransformersCausalLM
 
 DTYPES = {str(kind): kind for kind in (torch.float64, torch.float32, torch.bfloat16, torch.float16)}
 DTYPES |= {name.removeprefix("torch."): kind for name, kind in DTYPES.items()}
@@ -432,6 +437,8 @@ class _Target:
 
 def _tensors_by_name(model: CausalLM) -> dict[str, _Target]:
     """Return the model's tensors under all names that the model and checkpoints use. A tied one has several."""
+    if is_library_model(model):
+        return _library_tensors_by_name(model)
     names, tensors = tensor_aliases(model), model_tensors(model)
     by_name: dict[str, _Target] = {}
     for joint in fused_weights(model, tensors):
@@ -443,6 +450,72 @@ def _tensors_by_name(model: CausalLM) -> dict[str, _Target]:
             by_name[name] = target
             for checkpoint_name in model.checkpoint_names(name):
                 by_name[checkpoint_name] = target
+    return by_name
+
+
+class _ConversionTarget:
+    """Tensors of the model that transformers computes from several tensors of a checkpoint, such as stacks of experts.
+
+    Args:
+        conversion: The conversion.
+        tensors: The tensors of the model, by transformers' names.
+    """
+
+    def __init__(self, conversion: "Conversion", tensors: Mapping[str, Tensor]):
+        self._conversion, self._tensors = conversion, tensors
+        self._received: dict[str, Tensor] = {}
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Keep a tensor of the checkpoint. When all are there, fill the tensors of the model, and free them."""
+        self._received[name] = tensor.clone()
+        if len(self._received) == len(self._conversion.sources):
+            for target, result in self._conversion.convert(self._received).items():
+                self._tensors[target].copy_(result)
+            self._received = {}
+
+
+@dataclass(frozen=True)
+class _SourceTarget(_Target):
+    """One of the tensors of a checkpoint that a `_ConversionTarget` consists of. Its only part is on meta.
+
+    Attributes:
+        group: The tensors of the model.
+    """
+
+    group: _ConversionTarget
+
+    def fill(self, tensor: Tensor) -> None:
+        """Override `_Target.fill`."""
+        self.group.add(self.joint.name, tensor)
+
+
+def _library_tensors_by_name(model: "TransformersCausalLM") -> dict[str, _Target]:
+    """Return the tensors of a model of transformers under the names that `save_pretrained` writes."""
+    from dtrain.models.transformers.conversion import plan_loading, plan_saving  # loads transformers
+
+    tensors: dict[str, Tensor] = {}  # by transformers' names, with all names of a tied one
+    shapes: dict[str, tuple[int, ...]] = {}  # once for each tensor
+    own_tensors = model_tensors(model)
+    for name, aliases in tensor_aliases(model).items():
+        tensor = own_tensors[name].detach()
+        tensors |= dict.fromkeys(map(model.library_name, aliases), tensor)
+        shapes[model.library_name(name)] = tuple(tensor.shape)
+    stored: dict[str, tuple[int, ...]] = {}
+    for saved in plan_saving(model.library_model, shapes):
+        stored |= saved.targets
+    by_name: dict[str, _Target] = {}
+    for name, tensor in tensors.items():
+        if name not in shapes:  # the second name of a tied tensor
+            by_name[name] = _Target([tensor], FusedWeight(name, (name,)))
+    for conversion in plan_loading(model.library_model, tensors, stored).conversions:
+        group = _ConversionTarget(conversion, tensors)
+        for name in conversion.source_names:
+            joint = FusedWeight(name, (name,))
+            if conversion.converter is None:
+                (target,) = conversion.targets
+                by_name[name] = _Target([tensors[target]], joint)
+            else:
+                by_name[name] = _SourceTarget([torch.empty(stored[name], device="meta")], joint, group)
     return by_name
 
 
