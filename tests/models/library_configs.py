@@ -106,7 +106,7 @@ _SIZES: dict[str, Any] = {
     "attention_window_size": 4,
     "local_attention": 4,
     "window_size": 4,
-    "attention_chunk_size": 64,
+    "attention_chunk_size": 4,
     "max_position_embeddings": 64,
     "max_target_positions": 64,
     # tokens
@@ -123,17 +123,19 @@ _LAYER_COUNTS = ("num_hidden_layers", "decoder_layers", "encoder_layers", "num_d
 # Fields of classes whose sizes depend on each other, or whose defaults are unusual.
 _MLA = {"num_key_value_heads": 4, "head_dim": 8}
 _GEMMA3N = ["sliding_attention", "full_attention"]
-_LINEAR = ["linear_attention", "full_attention"]
 _OWN: dict[str, dict[str, Any]] = {
     "axk1": _MLA,
     "axk2": _MLA,
-    "bailing_hybrid": _MLA | {"head_dim": 8},
+    "bailing_hybrid": {"num_key_value_heads": 4, "num_local_experts": 8, "n_group": 2, "topk_group": 1},
     "bamba": {"attn_layer_indices": [1]},
-    "deepseek_v2": _MLA | {"topk_method": "greedy"},
+    "deepseek_v2": _MLA | {"topk_method": "greedy", "num_experts_per_tok": 2},
     "deepseek_v3": _MLA,
-    "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2}, "ffn_config": {"ffn_hidden_size": 48}},
+    "dbrx": {
+        "attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0},
+        "ffn_config": {"ffn_hidden_size": 48},
+    },
     "dory": {"num_hidden_layers": 2},
-    "dots1": {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2},
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1},
     "falcon_h1": {"mamba_d_ssm": 64},
     "gemma3n_text": {
         "num_hidden_layers": 4,
@@ -141,18 +143,17 @@ _OWN: dict[str, dict[str, Any]] = {
         "num_kv_shared_layers": 2,
         "activation_sparsity_pattern": [0.0] * 4,
     },  # fmt: skip
-    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "granitemoehybrid": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
     "helium": {"head_dim": 8, "num_key_value_heads": 4},
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
     "lfm2_moe": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1},
     "longcat_flash": _MLA,
-    "mamba2": {"num_heads": 4, "head_dim": 16},
+    "mamba2": {"num_heads": 4, "head_dim": 16, "n_groups": 1},
     "ministral": {"head_dim": 16},
-    "nemotron": {"head_dim": 16},
+    "nemotron": {"head_dim": 16, "num_key_value_heads": 2},
     "nemotron_h": {"n_groups": 1, "layers_block_type": ["mamba", "attention", "moe", "mlp"], "num_hidden_layers": 4},
-    "qwen4_exp_text": {"head_dim": 16},
     "youtu": _MLA,
     "zaya": {"num_experts_per_tok": 1},
 }

@@ -8,7 +8,7 @@ elements in queries and keys, and of 128 in values.
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -84,7 +84,10 @@ def read_transformers_config(values: Mapping[str, Any], where: str) -> ModelConf
     try:
         layers = record_attention(config)
     except Exception as error:  # noqa: BLE001 - any class of transformers may raise anything here
-        raise UserError(f"{where}: {architecture} does not run on dtrain's attention: {error}") from error
+        reason = str(error)
+        if isinstance(error, TypeError | AttributeError) and "NoneType" in reason:
+            reason = f"its layers read an attention mask, which dtrain does not make ({reason})"
+        raise UserError(f"{where}: {architecture} does not run on dtrain's attention: {reason}") from error
     return _model_config(values, config, model, layers)
 
 
@@ -187,6 +190,8 @@ def build_library_model(config: PretrainedConfig, attention: str, device: str = 
         model = class_of(config)._from_config(
             config, dtype=torch.float32, attn_implementation=attention, experts_implementation=experts
         )
+    # Some models would look for padding among their tokens to warn of it, which a GPU has to wait for.
+    model.config.pad_token_id = None
     return model.train()
 
 
@@ -221,12 +226,31 @@ def record_attention(config: PretrainedConfig) -> list[RecordedAttention | None]
 
     AttentionInterface.register(_RECORDING, record)
     model = build_library_model(config, _RECORDING)
+    for module in model.modules():
+        if type(module).__name__.endswith("Experts"):
+            module.forward = _unless_unknown(module.forward)
     ids = torch.zeros((1, _PROBE_TOKENS), dtype=torch.int64, device="meta")
     positions = torch.zeros((1, _PROBE_TOKENS), dtype=torch.int64, device="meta")
     with torch.no_grad(), _quiet():
         decoder_of(model)(input_ids=ids, position_ids=positions, use_cache=False)
     num_layers = config.get_text_config().num_hidden_layers
     return [recorded.get(index) for index in range(num_layers)]
+
+
+def _unless_unknown(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return the forward of experts that may depend on values, which meta tensors do not have.
+
+    Most mixtures call `compute_experts`, which does not depend on values. Some, such as DBRX, loop over the experts
+    that tokens have. The shape of their output is that of their input.
+    """
+
+    def compute(hidden_states: Tensor, *routing: Any, **further: Any) -> Tensor:
+        try:
+            return forward(hidden_states, *routing, **further)
+        except NotImplementedError:
+            return hidden_states
+
+    return compute
 
 
 def _find_problems(config: PretrainedConfig, model: PreTrainedModel) -> list[str]:
@@ -329,7 +353,7 @@ def _model_config(
         layer_types.append(kind)
     windows = [layer.window for layer in attention if layer.window is not None]
     head = model.get_submodule(names.head)
-    eos = config.eos_token_id
+    bos, eos = getattr(config, "bos_token_id", None), getattr(config, "eos_token_id", None)
     return ModelConfig(
         architecture=class_of(config).__name__,
         vocab_size=config.vocab_size,
@@ -351,7 +375,7 @@ def _model_config(
         kv_heads_by_type=kv_heads_by_type,
         has_sinks=any(layer.has_sinks for layer in attention),
         final_logit_softcapping=getattr(config, "final_logit_softcapping", getattr(config, "logits_soft_cap", None)),
-        bos_token_id=config.bos_token_id if isinstance(config.bos_token_id, int) else None,
+        bos_token_id=bos if isinstance(bos, int) else None,
         eos_token_ids=tuple(eos) if isinstance(eos, list | tuple) else () if eos is None else (eos,),
         pad_token_id=model.get_input_embeddings().padding_idx,
         dtype=str(config.dtype).removeprefix("torch.") if config.dtype is not None else None,
@@ -387,7 +411,7 @@ def _max_document_length(config: PretrainedConfig, model: PreTrainedModel) -> in
     """
     for child in decoder_of(model).modules():
         if isinstance(child, nn.Embedding) and child is not model.get_input_embeddings():
-            return int(config.max_position_embeddings)
+            return int(getattr(config, "max_position_embeddings", child.num_embeddings))
     parameters = getattr(config, "rope_parameters", None) or {}
     sections = parameters.values() if all(isinstance(value, dict) for value in parameters.values()) else [parameters]
     for section in sections:

@@ -114,27 +114,34 @@ class TransformersDecoder(Stack):
         return torch.arange(length, device=input_ids.device)[None]
 
     def reset_buffers(self) -> None:
-        """Compute the buffers that are not in files, such as rotary frequencies, as transformers initialises them.
+        """Initialise buffers as transformers does.
+
+        Those that are not in files, such as rotary frequencies, are computed here only. The others, such as the biases
+        of routers, are read from files later, unless the model starts from scratch.
 
         Raises:
-            RuntimeError: If transformers leaves a buffer without values.
+            RuntimeError: If transformers leaves a buffer that is not in files without values.
         """
         modules: list[nn.Module] = []
         buffers: list[tuple[nn.Module, str, Tensor]] = []
         for module in self.modules():
-            for name in sorted(module._non_persistent_buffers_set):
-                values = module._buffers[name]
-                if values is not None:
-                    modules.append(module)
-                    buffers.append((module, name, values))
-                    if values.is_floating_point():
-                        values.fill_(math.nan)
+            for name, values in module._buffers.items():
+                if values is None:
+                    continue
+                modules.append(module)
+                if name not in module._non_persistent_buffers_set:
+                    values.zero_()
+                    continue
+                buffers.append((module, name, values))
+                if values.is_floating_point():
+                    values.fill_(math.nan)
         # transformers does not change tensors with this mark. Parameters get their values elsewhere.
         parameters = list(self.parameters())
         for parameter in parameters:
             parameter._is_hf_initialized = True  # type: ignore[attr-defined]
         # The decoder comes first, because Falcon-H1 computes buffers of its layers there.
-        for module in [self.library_model.base_model, *dict.fromkeys(modules)]:
+        decoder = self.library_model.get_submodule(_source_of(self.config).prefix)
+        for module in [decoder, *dict.fromkeys(modules)]:
             self.library_model._init_weights(module)
         for parameter in parameters:
             del parameter._is_hf_initialized  # type: ignore[attr-defined]

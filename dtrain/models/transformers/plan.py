@@ -58,6 +58,9 @@ from dtrain.parallel.tensor import (
 
 StyleFunction = Callable[[Any, TensorParallel], None]
 
+# Names of norms of queries and keys, and of the projections to them.
+_HEAD_NORMS = {"q_norm": "q_proj", "k_norm": "k_proj", "q_layernorm": "q_proj", "k_layernorm": "k_proj",
+               "query_layernorm": "q_proj", "key_layernorm": "k_proj"}  # fmt: skip
 _NO_STYLES = ("replicate", "local_params")
 _NO_PLAN = "transformers has no tensor-parallel plan for this class; set parallel.tp=1"
 
@@ -104,11 +107,24 @@ def make_plan(config: Any, model: CausalLM) -> dict[str, Any]:
         if module is model.model.embed_tokens:
             plan.pop(name, None)
             plan[name] = "vocab_embedding"
-        elif isinstance(module, XIELUActivation):
-            plan[name] = summed  # its inputs are sharded, and transformers has no style for its parameters
+        elif isinstance(module, XIELUActivation) or _is_head_norm(name, module, plan):
+            plan.setdefault(name, summed)  # transformers has no style for them, although each rank has other inputs
         elif isinstance(module, TransformersLinear):
             module.rotary_size = getattr(config, "qk_rope_head_dim", None)
     return plan
+
+
+def _is_head_norm(name: str, module: nn.Module, plan: Mapping[str, Any]) -> bool:
+    """Check whether a module is a norm over each head of queries or keys, whose heads are sharded.
+
+    For example, the plan of GLM-4.5 names q_proj and not q_norm.
+    """
+    parent, _, last = name.rpartition(".")
+    projection = _HEAD_NORMS.get(last)
+    if projection is None or not module._parameters or any(fnmatchcase(name, pattern) for pattern in plan):
+        return False
+    styles = [style for pattern, style in plan.items() if fnmatchcase(f"{parent}.{projection}", pattern)]
+    return styles == [enter_colwise]
 
 
 def _refuse(text: str, module: nn.Module, tp: TensorParallel) -> None:
