@@ -7,6 +7,7 @@ kv_cache               keys and values of running sequences, and the memory for 
 cached_attention       attention over the cache, for prompts and for decoding steps
 varlen_decode          the same for decoding steps by variable-length flash attention, and its check on a device
 graphs                 decoding steps as CUDA graphs
+decodable              check that the cache has all states of a model of transformers
 sampling               sampling of the next token; running sequences, and stop texts
 images                 images of prompts as a batch
 generate               loading a model, and completions in one call

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from dtrain.base.errors import Interrupted, UserError
 from dtrain.inference.cached_attention import Decode, Prefill
+from dtrain.inference.decodable import refuse_undecodable
 from dtrain.inference.images import batch_images, check_images, empty_images, rotary_shift
 from dtrain.inference.kv_cache import (
     SMALLEST_SLOT,
@@ -165,6 +166,9 @@ class Engine:
             experts, and without graphs.
         flash: Flash attention of decoding rows to their slots. None: matrix products. `NativeEngine` passes it for its
             many rows. With a few rows of many keys it is slow, because FlashAttention-2 does not split keys.
+
+    Raises:
+        UserError: If the model has states that the cache does not store (`decodable`).
     """
 
     def __init__(
@@ -182,6 +186,7 @@ class Engine:
     ):
         if records_routing and (model.routing is None or steps is not None):
             raise ValueError("records_routing is for a mixture of experts, without graphs")
+        refuse_undecodable(model.config)
         self.model = model
         self.device = device or next(model.parameters()).device
         chosen = choose_budget(model, self.device, with_graphs=steps is not None)

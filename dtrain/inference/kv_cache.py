@@ -30,7 +30,7 @@ from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
 from dtrain.base.hardware import free_device_memory
 from dtrain.inference.request import Request
-from dtrain.models.common.config import LINEAR, SLIDING, ModelConfig
+from dtrain.models.common.config import LINEAR, ModelConfig
 from dtrain.models.common.decoder import CausalLM
 
 SMALLEST_SLOT = 32
@@ -376,8 +376,7 @@ class KeyValues:
     @classmethod
     def of(cls, config: ModelConfig, flash: SlotFlashAttention | None = None) -> "KeyValues":
         """Return an empty cache for a model."""
-        windows = [config.sliding_window if kind == SLIDING else None for kind in config.layer_types]
-        return cls(windows, [kind in config.bidirectional_types for kind in config.layer_types], flash)
+        return cls(config.windows, [kind in config.bidirectional_types for kind in config.layer_types], flash)
 
     @property
     def pools(self) -> list[KVSlotPool]:

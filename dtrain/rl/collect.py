@@ -60,6 +60,9 @@ def open_engine(section: RolloutSection, policy: Policy, tokenizer: Tokenizer, r
     if section.engine == "http":
         return import_module("dtrain.rl.remote.engine").ServerEngine(section, policy, run)
     obstacles = cuda_graph_obstacles(section, policy.device.type, policy.recipe.parallel)
+    if policy.model.config.transformers is not None:
+        # Their layers are called with their hooks, and may compute what a graph cannot contain.
+        obstacles.append("modules of transformers are not captured")
     if policy.device.type == "cuda":
         if obstacles:
             run.metrics.print_line(f"decoding: kernel by kernel ({'; '.join(obstacles)})")

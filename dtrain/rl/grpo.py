@@ -27,6 +27,7 @@ from dtrain.base.ranges import is_number
 from dtrain.data.formats.prompts import PromptOptions
 from dtrain.data.model_directory import ModelDirectory
 from dtrain.data.rows.rows import Cursor, GlobalBatch, Rows
+from dtrain.inference.decodable import find_decoding_problem
 from dtrain.losses import TrainingSamplingParams
 from dtrain.losses.policy.options import LOSSES, find_loss, is_loss_name, problems
 from dtrain.losses.policy.terms import Counts, PolicySpec, means, policy_terms, top_entropy_threshold
@@ -145,9 +146,22 @@ class GrpoMethod(MethodWithReference):
         return models
 
     def model_problems(self, model: ModelConfig) -> list[Problem]:
-        if model.experts is not None or not self.section.router_replay:
-            return []
-        return [Problem("grpo.router_replay", "grpo.router_replay=true: this model has no experts", "Leave it out")]
+        section = self.section
+        problems = []
+        if section.router_replay and model.experts is None:
+            text = "grpo.router_replay=true: this model has no experts"
+            if model.transformers is not None:
+                text = "grpo.router_replay=true: the routers of transformers' modules cannot replay choices"
+            problems.append(Problem("grpo.router_replay", text, "Leave it out"))
+        if section.engine == "native":
+            if section.cuda_graphs is True and model.transformers is not None:
+                text = "grpo.cuda_graphs=true: modules of transformers are not captured in CUDA graphs"
+                problems.append(Problem("grpo.cuda_graphs", text, "Leave it out"))
+            problem = find_decoding_problem(model)
+            if problem is not None:
+                text = f"grpo.engine=native cannot sample from {model.architecture}: {problem}"
+                problems.append(Problem("grpo.engine", text, "Set grpo.engine=http"))
+        return problems
 
     def code(self) -> list[tuple[str, str | None, str]]:
         section = self.section

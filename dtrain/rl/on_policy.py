@@ -18,9 +18,11 @@ from dtrain.base.errors import Problem
 from dtrain.base.ranks import Ranks
 from dtrain.data.formats.prompts import PromptOptions
 from dtrain.data.rows.rows import Cursor, Rows
+from dtrain.inference.decodable import find_decoding_problem
 from dtrain.inference.native import NativeEngine
 from dtrain.methods.distill import DistillMethod
 from dtrain.methods.method import RunContext
+from dtrain.models.common.config import ModelConfig
 from dtrain.policy import Policy
 from dtrain.rl.collect import CompletionSampler, PromptRow, Rollout, iterate_prompts, length_metrics, read_prompts
 from dtrain.rl.rollouts import Buffer, Rollouts
@@ -137,6 +139,13 @@ class OnPolicyDistillMethod(DistillMethod):
             )
             errors.append(Problem("data.loss_on", text, "Leave it out, or lower distill.student_share"))
         return errors
+
+    def model_problems(self, model: ModelConfig) -> list[Problem]:
+        problem = find_decoding_problem(model)
+        if problem is None:
+            return []
+        text = f"distill.samples=student cannot sample from {model.architecture}: {problem}"
+        return [Problem("distill.samples", text, "Set distill.samples=data")]
 
     def format_problem(self, format: str) -> str | None:
         if format in ("preference", "text"):

@@ -249,6 +249,7 @@ class TransformersModel:
         logit_factor: Factor of the logits.
         num_parameters: Number of parameters in matrices.
         max_document_length: Longest document whose rotary tables do not depend on other rows. None: any length.
+        windows: For each layer, the number of keys that a query sees. None: all, or the layer has no attention.
     """
 
     version: str
@@ -261,6 +262,7 @@ class TransformersModel:
     logit_factor: float
     num_parameters: int
     max_document_length: int | None
+    windows: tuple[int | None, ...]
 
     def library_name(self, name: str) -> str:
         """Return transformers' name of a module, parameter or buffer of the model.
@@ -417,6 +419,13 @@ class ModelConfig:
             return self.transformers.max_document_length
         has_longrope = any(rope.kind == "longrope" for rope in self.ropes.values())
         return self.max_position_embeddings if has_longrope else None
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """For each layer, the number of keys that a query sees. None: all. Models of transformers may have several."""
+        if self.transformers is not None:
+            return self.transformers.windows
+        return tuple(self.sliding_window if kind == SLIDING else None for kind in self.layer_types)
 
     @property
     def num_experts(self) -> int | None:

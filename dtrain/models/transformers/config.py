@@ -390,6 +390,7 @@ def _model_config(
             logit_factor=_logit_factor(config),
             num_parameters=sum(parameter.numel() for parameter in model.parameters() if parameter.dim() > 1),
             max_document_length=_max_document_length(config, model),
+            windows=tuple(None if layer is None else layer.window for layer in layers),
         ),
     )
 
