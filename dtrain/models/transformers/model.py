@@ -90,10 +90,11 @@ class TransformersDecoder(Stack):
         """
         num_rows, length = input_ids.shape
         positions, masks = self._positions(input_ids, context), None
+        dtype = self.embed_tokens.weight.dtype
         if context.cache is None:
-            dtype = self.embed_tokens.weight.dtype
             masks = AttentionMasks(self.kernel, context, positions, num_rows, length, dtype, input_ids.device)
-        forward = RunningForward(self.kernel, masks, context.cache, context.adapters)
+        is_double = dtype is torch.float64
+        forward = RunningForward(self.kernel, masks, context.cache, context.adapters, is_double)
         decoder = self.library_model.get_submodule(_source_of(self.config).prefix)
         with running(forward):
             output = decoder(input_ids=input_ids, position_ids=positions.expand(num_rows, -1), use_cache=False)

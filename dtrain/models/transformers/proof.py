@@ -15,7 +15,8 @@ parallel.cp=1. `find_leak` finds this layer. If both differ, dtrain cannot train
 `prove_on_mesh` compares a copy that is sharded over tensor- and context-parallel ranks with one that is not.
 
 The norms and the softmax of transformers are computed in float32 even in a model in float64, so two correct results may
-differ by 1e-6. `_DoublePrecision` replaces float32 by float64 in these functions, and correct results agree to 1e-12.
+differ by 1e-6. `running.DoublePrecision` replaces float32 by float64 in these functions, and correct results agree to
+1e-12.
 """
 
 from collections.abc import Iterator, Mapping
@@ -28,7 +29,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from dtrain.attention.context import GatherKernel, RingKernel
@@ -42,6 +42,7 @@ from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.decoder import CausalLM
 from dtrain.models.common.micro_batch import MicroBatchContext
 from dtrain.models.transformers.config import build_library_model, make_library_config, read_transformers_config
+from dtrain.models.transformers.running import DoublePrecision
 from dtrain.models.transformers.shrinking import FIRST_TOKEN, SmallConfig, small_configs
 from dtrain.parallel.apply import apply_plan
 from dtrain.parallel.context.batch import shard_streams
@@ -82,21 +83,6 @@ class Computed:
 
     loss: float
     gradients: dict[str, Tensor]
-
-
-class _DoublePrecision(TorchFunctionMode):
-    """Context in which functions of torch that compute in float32 compute in float64."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call `func` with float64 in place of each argument that is float32."""
-        kwargs = {name: _doubled(value) for name, value in (kwargs or {}).items()}
-        if func is Tensor.float:
-            func = Tensor.double
-        return func(*(_doubled(arg) for arg in args), **kwargs)
-
-
-def _doubled(value: Any) -> Any:
-    return torch.float64 if value is torch.float32 else value
 
 
 class NotComputable(Exception):
@@ -198,7 +184,7 @@ class Copy:
     def expected(self) -> Computed:
         """Compute the documents one at a time in transformers."""
         total = torch.zeros((), dtype=torch.float64)
-        with _errors_of_library("run in transformers"), _DoublePrecision():
+        with _errors_of_library("run in transformers"), DoublePrecision():
             for document in self.documents:
                 logits = self.library_model(input_ids=document[None], use_cache=False).logits[0, :-1]
                 total = total - logits.double().log_softmax(-1).gather(1, document[1:, None]).sum()
@@ -379,7 +365,7 @@ def compute(
         return -weighted_logprob_sum(hidden, head_weight, labels[index], weights, index, softcap=softcap, shard=shard)
 
     model.zero_grad()
-    with _errors_of_library("run on dtrain's attention"), _DoublePrecision():
+    with _errors_of_library("run on dtrain's attention"):
         total = model.with_head(loss, local["input_ids"], context)
         if has_gradients:
             total.backward()

@@ -12,14 +12,16 @@ the duration of a call. Like torch's grad mode it belongs to the running call of
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from dtrain.attention.kernels import Kernel
 from dtrain.models.common.masks import AttentionMasks
@@ -62,6 +64,7 @@ class RunningForward:
         masks: Its masks. None with a cache.
         cache: KV cache, which attends in place of the kernel.
         adapters: Whether adapters take part, and their dropout.
+        is_double: Whether the model is in float64, so that all of it computes in float64 (`DoublePrecision`).
         shared_input: The last input of a sharded linear layer.
     """
 
@@ -69,6 +72,7 @@ class RunningForward:
     masks: AttentionMasks | None
     cache: DecodingCache | None
     adapters: AdapterContext | None
+    is_double: bool = False
     shared_input: SharedInput = field(default_factory=SharedInput)
 
     def attend(
@@ -109,9 +113,29 @@ def running(forward: RunningForward | None) -> Iterator[None]:
     """Context in which `forward` is the running forward."""
     token = _running.set(forward)
     try:
-        yield
+        with DoublePrecision() if forward is not None and forward.is_double else nullcontext():
+            yield
     finally:
         _running.reset(token)
+
+
+class DoublePrecision(TorchFunctionMode):
+    """Context in which functions of torch that compute in float32 compute in float64.
+
+    The norms, rotary tables and softmax of transformers are float32 even in a model in float64, where two correct
+    results, for example those of two meshes, would differ by 1e-7.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call `func` with float64 in place of each argument that is float32."""
+        kwargs = {name: _doubled(value) for name, value in (kwargs or {}).items()}
+        if func is Tensor.float:
+            func = Tensor.double
+        return func(*(_doubled(arg) for arg in args), **kwargs)
+
+
+def _doubled(value: Any) -> Any:
+    return torch.float64 if value is torch.float32 else value
 
 
 class Unset(Enum):
