@@ -24,7 +24,7 @@ from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles
 from dtrain.checkpoint.huggingface.write import write_directory
 from dtrain.policy.weights import flatten_bucket, join_weight_group
 from tests.policy.test_weights import free_port
-from tests.running import assert_same_rows, run, run_directory, trajectory
+from tests.running import assert_same_rows, run, run_all, run_directory, trajectory
 from tests.serve.serving import ask, serving
 from tests.tiny import tiny_dpo, tiny_recipe, write_model
 
@@ -199,27 +199,30 @@ def recipe_of(root, kind, *overrides, name="run", make=tiny_recipe):
     return make(root, *shape, "train.global_batch=8", "train.micro_batch=4", *overrides, name=name)
 
 
-def resumed(root, kind, first, *overrides, name, ranks=1):
-    """Resume a copy of a run from its first step."""
+def copied(root, kind, first, *overrides, name):
+    """The recipe of a copy of a run that has only its first step."""
     recipe = recipe_of(root, kind, "checkpoint.every=1", *overrides, name=name)
     shutil.copytree(run_directory(first), run_directory(recipe))
     shutil.rmtree(run_directory(recipe) / "checkpoints" / "step-2")
-    return run(recipe, ranks)
+    return recipe
 
 
 def test_a_run_resumes_on_another_mesh_and_exports_its_steps(tmp_path):
     kind = "deepseek_v3"
     first = run(recipe_of(tmp_path, kind, "checkpoint.every=1", "checkpoint.export=final"))
-    same = resumed(tmp_path, kind, first, name="same")
+    same = run(copied(tmp_path, kind, first, name="same"))
     assert trajectory(same) == trajectory(first)
-    sharded = resumed(tmp_path, kind, first, "train.micro_batch=2", name="dp2", ranks=2)
-    # The norms and routers of transformers are float32 in a float64 run.
-    assert_same_rows(trajectory(sharded), trajectory(first), 1e-6, 1e-5, "dp2")
+    # Two ranks read other experts of the files, and other parts of the checkpoint.
+    begun = recipe_of(tmp_path, kind, "train.micro_batch=2", name="begun on two ranks")
+    resumed = copied(tmp_path, kind, first, "train.micro_batch=2", name="resumed on two ranks")
+    for sharded in run_all([begun, resumed], 2):
+        # The norms and routers of transformers are float32 in a float64 run.
+        assert_same_rows(trajectory(sharded), trajectory(first), 1e-6, 1e-5, sharded.run.name)
     with pytest.raises(UserError, match="model.implementation: transformers -> native"):
-        resumed(tmp_path, kind, first, "model.implementation=native", name="native")
+        run(copied(tmp_path, kind, first, "model.implementation=native", name="native"))
     with pytest.raises(UserError, match="has trained model.layers.1.mlp.experts.down_proj and not"):
         changed = ("model.implementation=native", "checkpoint.allow_changes=[model.implementation]")
-        resumed(tmp_path, kind, first, *changed, name="changed")
+        run(copied(tmp_path, kind, first, *changed, name="changed"))
 
     directory = run_directory(first)
     export(directory, tmp_path / "out")
