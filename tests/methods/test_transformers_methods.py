@@ -1,8 +1,4 @@
-"""Every method on modules of transformers, on meshes: the numbers of dtrain's own modules in one process.
-
-Norms and rotary tables of transformers are computed in float32, also in a float64 model, and those of dtrain are not.
-So losses agree to 3e-7 and norms to 1e-6, and Adam's division by small gradients leaves differences of 4e-5 in weights.
-"""
+"""Every method on modules of transformers, on meshes: the numbers of dtrain's own modules in one process."""
 
 import json
 from functools import partial
@@ -11,8 +7,10 @@ import pytest
 import torch
 import transformers as hf
 
+from dtrain.base.errors import UserError
 from tests.methods.recipes import recipe_of
 from tests.models.library_configs import tiny_config
+from tests.problem_lines import preflight
 from tests.running import assert_each, assert_parity, assert_same_rows, metrics, run, run_all, trajectory, weights
 from tests.tiny import VOCAB, tiny_grpo, write_model
 
@@ -28,8 +26,7 @@ CASES = [
     ("kto", "dp2", ()),
     ("pairs", "tp2", ()),
     ("distill", "cp2", ()),
-    ("on-policy", "tp2", ()),
-    ("grpo", "dp2", ()),
+    ("grpo", "tp2", ()),
     ("sft", "tp2", ("lora={rank: 4, dora: true, dropout: 0.2}",)),
     ("dpo", "cp2", ("lora={rank: 4, dropout: 0.2}",)),
     ("sft", "dp2", ("train.freeze=['*embed_tokens*','*mlp*']", "train.max_grad_norm=0.01")),
@@ -52,12 +49,14 @@ def test_methods_on_meshes_have_the_numbers_of_the_native_model(tmp_path):
         check = partial(assert_numbers_of, recipe, expected)
         checks.append((f"{method}, {mesh} {options}", check))
     assert_each(checks)
-    samples = [row["mismatch_kl"] for row in metrics(library[5]) if "loss" in row]
+    samples = [row["mismatch_kl"] for row in metrics(library[4]) if "loss" in row]
     assert max(map(abs, samples)) < 1e-12  # the engine's log-probabilities are the trainer's
 
 
 def assert_numbers_of(recipe, expected):
-    assert_parity(recipe, trajectory(expected), weights(expected), loss=1e-6, norm=1e-5, weight=2e-4)
+    # Rotary frequencies of transformers are numbers in float32, so angles differ by 1e-8. Adam's division by small
+    # gradients makes more of it in weights.
+    assert_parity(recipe, trajectory(expected), weights(expected), loss=1e-8, norm=1e-8, weight=1e-6)
 
 
 def library_model(directory, model_type, **changes):
@@ -91,8 +90,9 @@ def test_a_teacher_and_a_sampled_mixture_of_transformers_on_meshes(tmp_path):
 
 
 def test_a_model_that_cannot_be_sampled_is_refused_before_any_work(tmp_path):
-    model = library_model(tmp_path / "falcon_h1-tied", "falcon_h1", bos_token_id=0, eos_token_id=1, pad_token_id=None)
+    library_model(tmp_path / "falcon_h1-tied", "falcon_h1", bos_token_id=0, eos_token_id=1, pad_token_id=None)
     recipe = tiny_grpo(tmp_path, "model.init=pretrained", "data.packing=false", family="falcon_h1")
-    with pytest.raises(Exception, match=r"grpo.engine=native cannot sample from FalconH1ForCausalLM.*grpo.engine=http"):
-        run(recipe)
-    assert model.is_dir() and not (tmp_path / "runs" / "run" / "metrics.jsonl").exists()
+    problems = "\n".join(preflight(recipe, 1))
+    assert "grpo.engine=native cannot sample from FalconH1ForCausalLM" in problems and "grpo.engine=http" in problems
+    with pytest.raises(UserError, match="it has a state besides the keys and values of attention"):
+        run(recipe)  # the engine itself refuses it too

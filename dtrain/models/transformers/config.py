@@ -113,7 +113,9 @@ def make_library_config(values: Mapping[str, Any], where: str) -> PretrainedConf
     if not is_known_model_type(model_type):
         raise UserError(f"{where}: transformers {transformers.__version__} has no model of the type {model_type}")
     with _quiet():
-        config = transformers.CONFIG_MAPPING[model_type].from_dict(dict(values))
+        # transformers writes an infinity as {"__float__": "Infinity"}.
+        fields = PretrainedConfig._decode_special_floats(dict(values))
+        config = transformers.CONFIG_MAPPING[model_type].from_dict(fields)
     for name in dropout_fields(config):
         setattr(config, name, 0.0)
     cls = class_of(config)
