@@ -264,7 +264,14 @@ def _check_weights(
             f"{resume.INIT_KEY}: {store.path(step)} has only the trained tensors, and the frozen weights of its run "
             "were not those of model.path. Set model.path to the model that its run began from."
         )
-    store.check_fit(step, weights.tensors, weights.cast)
+    try:
+        store.check_fit(step, weights.tensors, weights.cast)
+    except UserError as error:
+        changed = [key for key, _, _ in config.diff_recipes(state["recipe"], inputs.original_recipe)]
+        if "model.implementation" not in changed:
+            raise
+        fix = f"Use that one, or `dtrain export {store.path(step)} OUT`, and set model.path=OUT"
+        raise UserError(f"{error}\n  model.implementation is not that of its run. {fix}") from error
 
 
 def _check_adapter(
