@@ -77,9 +77,11 @@ def make_plan(config: Any, model: CausalLM) -> dict[str, Any]:
     """
     library_plan: Mapping[str, str] | None = config.get_text_config().base_model_tp_plan
     head, head_style = ("lm_head", "vocab_head") if model.config.num_labels is None else ("score", "score_head")
-    if not library_plan:
-        return {head: partial(_refuse, _NO_PLAN)}
     names = dict(model.named_modules())
+    if not library_plan:
+        # Head and embedding may share a parameter, so both need a style.
+        embeddings = [name for name, module in names.items() if module is model.model.embed_tokens]
+        return dict.fromkeys([head, *embeddings], partial(_refuse, _NO_PLAN))
     plan: dict[str, Any] = {"model": "decoder", head: head_style}
     experts: set[str] = set()
     parameters: dict[str, dict[str, str]] = {}  # for each pattern of modules, the styles of their parameters
@@ -107,24 +109,27 @@ def make_plan(config: Any, model: CausalLM) -> dict[str, Any]:
         if module is model.model.embed_tokens:
             plan.pop(name, None)
             plan[name] = "vocab_embedding"
-        elif isinstance(module, XIELUActivation) or _is_head_norm(name, module, plan):
-            plan.setdefault(name, summed)  # transformers has no style for them, although each rank has other inputs
+        elif isinstance(module, XIELUActivation) or _is_head_norm(name, module, library_plan):
+            # Some plans of transformers have no style for them, although each rank has other inputs.
+            if not any(fnmatchcase(name, pattern) for pattern in plan):
+                plan[name] = summed
         elif isinstance(module, TransformersLinear):
             module.rotary_size = getattr(config, "qk_rope_head_dim", None)
     return plan
 
 
-def _is_head_norm(name: str, module: nn.Module, plan: Mapping[str, Any]) -> bool:
+def _is_head_norm(name: str, module: nn.Module, library_plan: Mapping[str, str]) -> bool:
     """Check whether a module is a norm over each head of queries or keys, whose heads are sharded.
 
     For example, the plan of GLM-4.5 names q_proj and not q_norm.
     """
     parent, _, last = name.rpartition(".")
-    projection = _HEAD_NORMS.get(last)
-    if projection is None or not module._parameters or any(fnmatchcase(name, pattern) for pattern in plan):
+    projection = f"{parent}.{_HEAD_NORMS.get(last)}"
+    if last not in _HEAD_NORMS or not module._parameters:
         return False
-    styles = [style for pattern, style in plan.items() if fnmatchcase(f"{parent}.{projection}", pattern)]
-    return styles == [enter_colwise]
+    return any(
+        style == "colwise" and fnmatchcase(projection, f"model.{pattern}") for pattern, style in library_plan.items()
+    )
 
 
 def _refuse(text: str, module: nn.Module, tp: TensorParallel) -> None:
