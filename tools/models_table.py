@@ -63,7 +63,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 BEGIN, END = "<!-- models of transformers: begin -->", "<!-- models of transformers: end -->"
 PACKED, PADDED, REFUSED, ENCODER, WRONG, UNKNOWN = "packed", "padded", "refused", "encoder", "WRONG", "not checked"
 SECONDS = 240  # for a class
-LOSS_TOLERANCE, GRADIENT_TOLERANCE, MESH_TOLERANCE = 1e-7, 1e-4, 1e-6
+LOSS_TOLERANCE, GRADIENT_TOLERANCE, MESH_TOLERANCE = 1e-9, 1e-6, 1e-9
 MESHES = {
     "dp": ["train.micro_batch=1"],
     "cp": ["train.micro_batch=2", "parallel.cp=2"],

@@ -1,7 +1,7 @@
 """What transformers computes for a model, with eager attention and one document at a time: an oracle.
 
-transformers computes norms, rotary tables and routers in float32, also in a model in float64, and dtrain's models with
-transformers' modules do so too. Their losses therefore agree to about 1e-9, and their gradients to about 1e-6.
+transformers computes norms, rotary tables and routers in float32, also in a model in float64. `DoublePrecision` makes
+them float64, so that dtrain's numbers must agree to rounding.
 """
 
 from dataclasses import dataclass
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dtrain.models.common.decoder import CausalLM
+from dtrain.models.transformers.running import DoublePrecision
 
 DOCUMENTS = (9, 7)  # tokens
 
@@ -62,9 +63,10 @@ def weighted_loss(logits: Tensor, weights: Tensor) -> Tensor:
 def compute_expected(model: Any) -> Numbers:
     """Compute the documents one at a time in transformers."""
     ids, weights = make_rows(model.config.get_text_config().vocab_size)
-    logits = [model(input_ids=document, use_cache=False).logits for document in ids.split(DOCUMENTS, dim=1)]
-    loss = weighted_loss(torch.cat(logits, dim=1), weights)
-    loss.backward()
+    with DoublePrecision():
+        logits = [model(input_ids=document, use_cache=False).logits for document in ids.split(DOCUMENTS, dim=1)]
+        loss = weighted_loss(torch.cat(logits, dim=1), weights)
+        loss.backward()
     gradients = {}
     for name, parameter in model.named_parameters():
         gradients[name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -75,8 +77,9 @@ def compute_expected(model: Any) -> Numbers:
 def is_causal(model: Any) -> bool:
     """Check that the logits of tokens do not depend on later tokens."""
     document = make_rows(model.config.get_text_config().vocab_size)[0][:, : DOCUMENTS[0]]
-    full = model(input_ids=document, use_cache=False).logits[:, :5]
-    cut = model(input_ids=document[:, :5], use_cache=False).logits
+    with DoublePrecision():
+        full = model(input_ids=document, use_cache=False).logits[:, :5]
+        cut = model(input_ids=document[:, :5], use_cache=False).logits
     return bool((full - cut).abs().max() <= 1e-5 * full.abs().max())
 
 

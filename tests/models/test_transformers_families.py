@@ -32,15 +32,14 @@ from tests.models.library_oracle import (
 )
 from tests.world import run_world
 
-# Between transformers' modules in dtrain and in transformers, whose norms are float32.
-LOSS, GRADIENT = 1e-8, 1e-6
+LOSS, GRADIENT = 1e-9, 1e-7
 FAMILIES = (
     "apertus", "cohere2", "deepseek_v3", "ernie4_5", "exaone4", "glm4", "gpt2", "helium", "phimoe", "seed_oss",
     "starcoder2",
 )  # fmt: skip
 # Windows, norms around layers, latent attention with a mixture, xIELU, a mixture with biases, sinks.
 ON_MESHES = ("cohere2", "glm4", "deepseek_v3", "apertus", "phimoe", "mimo_v2_flash")
-TWINS = ("mistral", "olmo2", "qwen3")
+TWINS = ("gemma3_text", "olmo2", "qwen3")
 
 
 def values_of(model_type):
@@ -71,7 +70,7 @@ def test_native_twins_have_the_same_numbers(model_type):
     library_model = oracle_of(model_type)
     native = compute_packed(model_of(model_type, library_model, "native"))
     twin = compute_packed(model_of(model_type, library_model))
-    assert find_difference(twin, native, 1e-9, GRADIENT) == ""
+    assert find_difference(twin, native, LOSS, GRADIENT) == ""
 
 
 def on_two_ranks(rank, expected):
@@ -124,7 +123,7 @@ def on_four_ranks(rank, expected):
 
 
 def test_fewer_key_heads_than_ranks():
-    expected = {model_type: compute_expected(oracle_of(model_type)) for model_type in ("glm4", "cohere2")}
+    expected = {model_type: compute_expected(oracle_of(model_type)) for model_type in ("glm4", "starcoder2")}
     assert run_world(on_four_ranks, 4, expected) == [{}] * 4
 
 

@@ -324,12 +324,14 @@ def find_names(model: PreTrainedModel) -> ModelNames | None:
     return ModelNames(decoders[0], embeddings[0], layers[0], heads[0])
 
 
-def decoder_of(model: PreTrainedModel) -> nn.Module:
+def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
     """Return the decoder of a model that has names (`find_names`)."""
     names = find_names(model)
     if names is None:
         raise ValueError(f"{type(model).__name__} has no decoder that dtrain knows")
-    return model.get_submodule(names.prefix)
+    decoder = model.get_submodule(names.prefix)
+    assert isinstance(decoder, PreTrainedModel)  # find_names has checked it
+    return decoder
 
 
 def _model_config(

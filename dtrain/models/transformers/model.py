@@ -141,9 +141,9 @@ class TransformersDecoder(Stack):
         for parameter in parameters:
             parameter._is_hf_initialized = True  # type: ignore[attr-defined]
         # The decoder comes first, because Falcon-H1 computes buffers of its layers there.
-        decoder = self.library_model.get_submodule(_source_of(self.config).prefix)
+        decoder = decoder_of(self.library_model)
         for module in [decoder, *dict.fromkeys(modules)]:
-            self.library_model._init_weights(module)
+            decoder._init_weights(module)
         for parameter in parameters:
             del parameter._is_hf_initialized  # type: ignore[attr-defined]
         for module, name, values in buffers:
@@ -252,7 +252,8 @@ def find_initial_values(library_model: PreTrainedModel) -> dict[str, str]:
         library_model: The model of transformers, on any device.
     """
     kinds: dict[str, str] = {"lm_head.bias": "zeros"}
-    for name, module in decoder_of(library_model).named_modules():
+    decoder = decoder_of(library_model)
+    for name, module in decoder.named_modules():
         parameters = {key: value for key, value in module._parameters.items() if value is not None}
         if isinstance(module, nn.Linear | nn.Embedding):
             if "bias" in parameters:
@@ -262,7 +263,7 @@ def find_initial_values(library_model: PreTrainedModel) -> dict[str, str]:
             for parameter in copied._parameters.values():
                 if parameter is not None:
                     parameter.detach().zero_()  # transformers leaves some as they are, such as those of xIELU
-            library_model._init_weights(copied)
+            decoder._init_weights(copied)
             for key in parameters:
                 value = copied._parameters[key].detach()
                 if bool((value == value.flatten()[0]).all()):
