@@ -138,7 +138,8 @@ def build_on_meta(
     select_trained_parameters(model, recipe, precision.compute)
     if mesh.tp.size() > 1:
         plan = find_plan(parallel.custom_plan, model)
-        apply_plan(model, mesh.tp, plan, sequence_parallel=parallel.sequence_parallel)
+        shards_sequence = parallel.shards_sequence(config.transformers is None)
+        apply_plan(model, mesh.tp, plan, sequence_parallel=shards_sequence)
     if model.routing is not None:
         model.routing.cp, model.routing.tp = mesh.cp, mesh.tp
     if mesh.ep is not None:

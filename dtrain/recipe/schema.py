@@ -301,8 +301,9 @@ class Parallel:
     ep: Annotated[int, at_least(1)] = 1
     """Expert parallel: number of ranks over which the experts of each layer are distributed. These ranks are part of
     dp_shard × cp, which ep must divide, so ep does not change the number of processes."""
-    sequence_parallel: bool = True
-    """With tp: split the activations between the matrices over the sequence as well."""
+    sequence_parallel: Annotated[bool | str, AUTO] = "auto"
+    """With tp: split the activations between the matrices over the sequence as well. auto: true, but false for models
+    of the transformers library, which cannot do this."""
     cp_rotate: Literal["allgather", "ring"] = "allgather"
     """How keys and values are exchanged under cp. allgather: each rank gathers all of them. ring: they pass from rank
     to rank, so that each rank has one part at a time."""
@@ -330,6 +331,14 @@ class Parallel:
     ] = "default"
     """Whether gathered parameters are freed between forward and backward. default: yes for all layers but the last; no
     for the last layer, the head, and an embedding that is tied to the head."""
+
+    def shards_sequence(self, is_supported: bool) -> bool:
+        """Return the value of `sequence_parallel`.
+
+        Args:
+            is_supported: Whether the model has sequence parallel. `auto` means this.
+        """
+        return is_supported if self.sequence_parallel == "auto" else bool(self.sequence_parallel)
 
 
 @dataclass

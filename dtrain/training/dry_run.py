@@ -192,6 +192,8 @@ def _checks_of_models(inputs: RunInputs) -> list[tuple[str, Check]]:
         checks.append((inputs.recipe.method_name, _optional("other_models").check_models))
     if inputs.recipe.lora is not None:
         checks.append(("lora", _optional("adapter").check_models))
+    if inputs.library_models:
+        checks.append(("model.path", _optional("transformers_models").check_models))
     checks += [("parallel", mesh.check_models), ("model.linear_attention", kernels.check_models)]
     return checks
 

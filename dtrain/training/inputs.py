@@ -133,7 +133,9 @@ def find_library_models(sources: Mapping[str, ModelDirectory]) -> dict[str, Tran
     """Return the models of the transformers library among a run's models. Those that cannot be read are left out."""
     found = {}
     for key, source in sources.items():
-        config = source.any_config
+        config = None
+        with suppress(OSError):  # for example a name that is too long
+            config = source.any_config
         if config is not None and config.transformers is not None:
             found[key] = config.transformers
     return found

@@ -27,7 +27,7 @@ launch: {nproc: 1, device: auto, max_restarts: 0}
 model: {path: null, init: pretrained}
 data: {train: {path: null, format: auto}, val: null, max_length: 4096, packing: true, loss_on: assistant, shuffle: true,
   too_long: truncate}
-parallel: {dp_replicate: 1, dp_shard: -1, cp: 1, tp: 1, sequence_parallel: true, cp_rotate: allgather,
+parallel: {dp_replicate: 1, dp_shard: -1, cp: 1, tp: 1, sequence_parallel: auto, cp_rotate: allgather,
   custom_plan: null, cpu_offload: false, reshard_after_forward: default}
 train: {steps: null, epochs: null, global_batch: 64, micro_batch: auto, dtype: auto, max_grad_norm: 1.0,
   activation_checkpointing: auto, compile: false, validate_every: auto, skip_nonfinite: 0}

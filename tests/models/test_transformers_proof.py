@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaForCausalLM
 from dtrain.models.transformers.proof import prove, prove_on_mesh
 from dtrain.parallel.mesh import Runtime, build_mesh
 from tests.problem_lines import preflight
-from tests.running import run
+from tests.running import run, trajectory
 from tests.tiny import tiny_recipe, write_model
 from tests.world import run_world
 
@@ -134,9 +134,9 @@ def values_of(cls, **changes):
     return {**cls.config_class(**{**SIZES, **changes}).to_dict(), "architectures": [cls.__name__]}
 
 
-def recipe_of(root, cls, *overrides, **changes):
+def recipe_of(root, cls, *overrides, name="run"):
     directory = write_model(root / "qwen3-tied")
-    (directory / "config.json").write_text(json.dumps(values_of(cls, **changes)))
+    (directory / "config.json").write_text(json.dumps(values_of(cls)))
     return tiny_recipe(
         root, "model.implementation=transformers", "train.steps=1", "scheduler.warmup_steps=0", *overrides
     )
@@ -213,3 +213,66 @@ def test_ranks_compute_the_numbers_of_one_process():
     for results in run_world(prove_on_ranks, 4, cases, {"tp": 2, "cp": 2}):
         assert results[:2] == [None, None]
         assert "q_norm.weight differs by" in results[2]
+
+
+class PlanlessConfig(hf.LlamaConfig):
+    model_type = "dtrain_planless"
+    base_model_tp_plan = None
+
+
+class PlanlessForCausalLM(LlamaForCausalLM):
+    config_class = PlanlessConfig
+
+
+class UnknownStyleConfig(hf.LlamaConfig):
+    model_type = "dtrain_unknown_style"
+    base_model_tp_plan = {**hf.LlamaConfig.base_model_tp_plan, "layers.*.self_attn.o_proj": "dtrain_unknown"}
+
+
+class UnknownStyleForCausalLM(LlamaForCausalLM):
+    config_class = UnknownStyleConfig
+
+
+MUTANTS += [PlanlessForCausalLM, UnknownStyleForCausalLM]
+TP2 = "parallel.tp=2"
+
+
+@pytest.mark.parametrize(
+    ("cls", "overrides", "problem"),
+    [
+        (LlamaForCausalLM, ["lora={quantize: nf4}"], "lora.quantize=nf4 does not store the layers of LlamaForCausalLM"),
+        (LlamaForCausalLM, ["train.tile=mlp"], "train.tile=mlp does not cut the layers"),
+        (LlamaForCausalLM, ["train.compile=true"], "train.compile=true: the layers of LlamaForCausalLM"),
+        (LlamaForCausalLM, ["parallel.ep=2"], "parallel.ep=2 does not distribute experts"),
+        (LlamaForCausalLM, ["moe.balance=0.1"], "moe.balance=0.1 does not read the routers"),
+        (LlamaForCausalLM, [TP2, "parallel.sequence_parallel=true"], "parallel.sequence_parallel=true does not shard"),
+        (LlamaForCausalLM, [TP2, "parallel.custom_plan={lm_head: vocab_head}"], "parallel.custom_plan: the layers of"),
+        (LlamaForCausalLM, ["model.linear_attention=fla"], "model.linear_attention=fla: the transformers library"),
+        (LlamaForCausalLM, ["train.vision=all"], "train.vision=all: this model has no vision tower"),
+        (PlanlessForCausalLM, [TP2], "parallel.tp=2: transformers has no tensor-parallel plan for this class"),
+        (UnknownStyleForCausalLM, [TP2], "parallel.tp=2: layers.*.self_attn.o_proj: dtrain does not know the style"),
+    ],
+)
+def test_options_that_these_models_do_not_have_are_refused(tmp_path, cls, overrides, problem):
+    found = preflight(recipe_of(tmp_path, cls, *overrides), 2)
+    assert [line for line in found if line.startswith(problem)], found
+
+
+def test_all_problems_of_a_recipe_are_reported_together(tmp_path):
+    recipe = recipe_of(tmp_path, LeakyForCausalLM, "parallel.tp=3", "train.tile=mlp", "optimizer.lr=-1")
+    keys = {problem.partition("=")[0].partition(" ")[0] for problem in preflight(recipe, 3)}
+    assert sorted(keys) == ["model.path", "optimizer.lr", "parallel.tp", "train.tile"]
+
+
+@pytest.mark.parametrize("kind", ["none", "full", "selective", "mlp"])
+def test_activations_may_be_recomputed_and_offloaded(tmp_path, kind):
+    expected = trajectory(run(recipe_of(tmp_path, LlamaForCausalLM, name="expected")))
+    options = (f"train.activation_checkpointing={kind}", "train.activation_offload=true")
+    assert trajectory(run(recipe_of(tmp_path, LlamaForCausalLM, *options))) == expected
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_trains(tmp_path, dtype):
+    expected = trajectory(run(recipe_of(tmp_path, LlamaForCausalLM, name="expected")))
+    ((loss, *_),) = trajectory(run(recipe_of(tmp_path, LlamaForCausalLM, f"train.dtype={dtype}")))
+    assert loss == pytest.approx(expected[0][0], rel=1e-2)

@@ -54,6 +54,9 @@ def architecture_of(config: ModelConfig) -> str:
             One error lists all differences.
     """
     arch = ARCHITECTURES.get(config.architecture)
+    if arch is not None and config.transformers is not None:
+        text = f"{config.architecture}: GGUF files are written of dtrain's own models, not of those of transformers"
+        raise UserError(f"{text}. Export with model.implementation=native")
     if arch is None:
         supported = ", ".join(ARCHITECTURES)
         raise UserError(f"{config.architecture}: no GGUF file is written of it, but of {supported}; {ALTERNATIVE}")

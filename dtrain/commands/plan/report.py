@@ -203,7 +203,8 @@ def _table(rows: Sequence[tuple[str, ...]], right: Collection[int] = ()) -> str:
 
 def _tensor_parallel(plan: Plan) -> str:
     """Return the table of modules and their tensor-parallel styles."""
-    with_or_without = "with" if plan.spec.recipe.parallel.sequence_parallel else "without"
+    is_sharded = plan.spec.recipe.parallel.shards_sequence(plan.spec.model_config.transformers is None)
+    with_or_without = "with" if is_sharded else "without"
     rows = [(f"Tensor parallel over {plan.spec.sizes.tp} ranks", f"{with_or_without} sequence parallel")]
     rows += [(f"  {pattern}", style) for pattern, style in plan.table.items()]
     return _table(rows)

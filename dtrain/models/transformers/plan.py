@@ -26,10 +26,11 @@ rows. Their weight is stored in full on every tp rank, and each rank computes wi
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from transformers.activations import XIELUActivation
 
@@ -37,6 +38,7 @@ from dtrain.base.errors import UserError
 from dtrain.models.common.decoder import CausalLM
 from dtrain.models.transformers.modules import LocalModule, TransformersLinear
 from dtrain.models.transformers.running import get_running
+from dtrain.parallel.apply import match_styles
 from dtrain.parallel.collectives import (
     all_reduce_in_backward,
     all_reduce_in_forward,
@@ -45,6 +47,7 @@ from dtrain.parallel.collectives import (
 )
 from dtrain.parallel.placement import chunk_bounds
 from dtrain.parallel.tensor import (
+    STYLES,
     AdapterStyle,
     LocalParameters,
     TensorParallel,
@@ -62,7 +65,7 @@ StyleFunction = Callable[[Any, TensorParallel], None]
 _HEAD_NORMS = {"q_norm": "q_proj", "k_norm": "k_proj", "q_layernorm": "q_proj", "k_layernorm": "k_proj",
                "query_layernorm": "q_proj", "key_layernorm": "k_proj"}  # fmt: skip
 _NO_STYLES = ("replicate", "local_params")
-_NO_PLAN = "transformers has no tensor-parallel plan for this class; set parallel.tp=1"
+_NO_PLAN = "transformers has no tensor-parallel plan for this class"
 
 
 def make_plan(config: Any, model: CausalLM) -> dict[str, Any]:
@@ -130,6 +133,49 @@ def _is_head_norm(name: str, module: nn.Module, library_plan: Mapping[str, str])
     return any(
         style == "colwise" and fnmatchcase(projection, f"model.{pattern}") for pattern, style in library_plan.items()
     )
+
+
+class _PlannedRanks(TensorParallel):
+    """Tensor-parallel ranks that do not exist: rank 0 of a mesh without process groups. Styles can be applied to it."""
+
+    @property
+    def rank(self) -> int:
+        """Index of the rank."""
+        return 0
+
+    @property
+    def group(self) -> Any:
+        """No process group."""
+        return None
+
+
+def find_plan_problem(model: CausalLM, size: int) -> str | None:
+    """Return why a model cannot be sharded over `size` tensor-parallel ranks. None if it can. No collective.
+
+    Args:
+        model: A model on the meta device, which is sharded in place.
+        size: The number of ranks.
+    """
+    if refused := _find_refusal(model.plan):
+        return f"parallel.tp={size}: {refused}"
+    mesh = DeviceMesh("cpu", list(range(size)), mesh_dim_names=("tp",), _init_backend=False, _rank=0)
+    tp = _PlannedRanks(mesh, False, model.config.num_key_value_heads)
+    modules = dict(model.named_modules())
+    try:
+        for name, style in match_styles(model, model.plan, sequence_parallel=False).items():
+            apply_style = STYLES[style] if isinstance(style, str) else cast(StyleFunction, style)
+            apply_style(modules[name], tp)
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def _find_refusal(plan: Mapping[str, Any]) -> str | None:
+    """Return why a plan shards nothing. None if it has styles."""
+    for style in plan.values():
+        if isinstance(style, partial) and style.func is _refuse:
+            return str(style.args[0])
+    return None
 
 
 def _refuse(text: str, module: nn.Module, tp: TensorParallel) -> None:

@@ -46,6 +46,10 @@ def check_models(inputs: RunInputs) -> list[Problem]:
     if config is None or config.linear_attention is not None or inputs.recipe.model.linear_attention != "fla":
         return []
     text = "model.linear_attention=fla: this model has no linear attention"
+    if config.transformers is not None:
+        text = (
+            "model.linear_attention=fla: the transformers library chooses the kernels of this model's linear attention"
+        )
     return [Problem("model.linear_attention", text, "Leave it out")]
 
 

@@ -74,7 +74,7 @@ def check_models(inputs: RunInputs) -> list[Problem]:
         return [_adapter_problem(inputs.source.path)]
     config = inputs.source.config
     problems = _check_4bit_weights(recipe, config)
-    if config.experts is None and recipe.moe.balance > 0:
+    if config.experts is None and config.transformers is None and recipe.moe.balance > 0:
         text = f"moe.balance={recipe.moe.balance} is for mixtures of experts, and this model has no experts"
         problems.append(Problem("moe.balance", text, "Leave it out"))
     has_dense_layer = not all(config.is_sparse(layer) for layer in range(config.num_hidden_layers))
@@ -97,7 +97,8 @@ def _check_4bit_weights(recipe: Recipe, config: ModelConfig) -> list[Problem]:
         text = f"model.init=scratch does not go with model.path={path}, whose config.json is of a model in 4 bits"
         fix = "Set model.init=pretrained, or use the original checkpoint's config.json"
         return [Problem("model.init", text, fix)]
-    if not is_4bit and recipe.lora is not None and recipe.lora.quantize == "nf4":
+    is_native = config.transformers is None  # `transformers_models.check_models` refuses the others
+    if is_native and not is_4bit and recipe.lora is not None and recipe.lora.quantize == "nf4":
         return find_block_problems(config, nf4_layer_shapes(config), max(recipe.parallel.tp, 1))
     return []
 
@@ -212,8 +213,9 @@ def build(inputs: RunInputs, precision: Precision, has_images: bool) -> MetaMode
         raise RecipeError(problems)
     if recipe.parallel.tp > 1 and not isinstance(recipe.parallel.custom_plan, str):
         plan = find_plan(recipe.parallel.custom_plan, model)
+        shards_sequence = recipe.parallel.shards_sequence(model.config.transformers is None)
         # This raises if the plan does not fit the model.
-        match_styles(model, plan, sequence_parallel=recipe.parallel.sequence_parallel)
+        match_styles(model, plan, sequence_parallel=shards_sequence)
     if recipe.model.init == "pretrained" and "model.path" not in inputs.pending_downloads:
         check_fit(model, WeightFiles(recipe.model.directory))
     return MetaModel(model, optimizer.build(inputs, model, precision))

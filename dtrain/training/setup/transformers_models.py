@@ -17,8 +17,10 @@ from dtrain.base.errors import Problem, RecipeError
 from dtrain.base.files import atomic_write_text
 from dtrain.base.json_files import digest, read_json
 from dtrain.base.ranks import Ranks
-from dtrain.models.common.config import TransformersModel
+from dtrain.models.building import build_on_meta
+from dtrain.models.common.config import ModelConfig, TransformersModel
 from dtrain.parallel.mesh import Mesh
+from dtrain.parallel.size_checks import check_model_mesh
 from dtrain.recipe import Recipe
 from dtrain.training.inputs import RunInputs
 
@@ -30,12 +32,71 @@ _PROOF_VERSION = 1  # changes with the meaning of stored results
 _UNPROVED_FIELDS = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
 
 
+def check_models(inputs: RunInputs) -> list[Problem]:
+    """Refuse options that dtrain does not have for models of transformers. No transformers without such a model."""
+    config = inputs.readable_config
+    if config is None or config.transformers is None:
+        return []
+    recipe, problems = inputs.recipe, []
+    name = f"the layers of {config.architecture}, which are those of the transformers library"
+    if recipe.lora is not None and recipe.lora.quantize != "none":
+        text = f"lora.quantize={recipe.lora.quantize} does not store {name}"
+        problems.append(Problem("lora.quantize", text, "Set lora.quantize=none"))
+    if recipe.train.tile != "none":
+        text = f"train.tile={recipe.train.tile} does not cut {name}"
+        fix = "Set train.tile=none, or train.activation_checkpointing=full to save memory"
+        problems.append(Problem("train.tile", text, fix))
+    if recipe.parallel.ep > 1:
+        text = f"parallel.ep={recipe.parallel.ep} does not distribute experts in {name}"
+        problems.append(Problem("parallel.ep", text, "Set parallel.ep=1. parallel.tp and FSDP shard the experts"))
+    if recipe.moe.balance > 0:
+        text = f"moe.balance={recipe.moe.balance} does not read the routers in {name}"
+        problems.append(Problem("moe.balance", text, "Leave it out"))
+    if recipe.parallel.sequence_parallel is True and recipe.parallel.tp > 1:
+        text = f"parallel.sequence_parallel=true does not shard the sequence in {name}"
+        problems.append(Problem("parallel.sequence_parallel", text, "Leave it out"))
+    return [*problems, *_check_evals(inputs, config), *_check_tensor_parallel(inputs, config)]
+
+
+def _check_evals(inputs: RunInputs, config: ModelConfig) -> list[Problem]:
+    """Check that the model can answer the questions of `eval`."""
+    if not inputs.recipe.evals:
+        return []
+    from dtrain.inference.decodable import find_decoding_problem  # a run without `eval` does not need it
+
+    problem = find_decoding_problem(config)
+    if problem is None:
+        return []
+    return [Problem("eval", f"eval: {config.architecture} cannot answer the questions: {problem}", "Leave it out")]
+
+
+def _check_tensor_parallel(inputs: RunInputs, config: ModelConfig) -> list[Problem]:
+    """Check that the model can be sharded over the tensor-parallel ranks."""
+    tp = inputs.recipe.parallel.tp
+    if tp <= 1:
+        return []
+    if inputs.recipe.parallel.custom_plan is not None:
+        text = f"parallel.custom_plan: the layers of {config.architecture} are sharded by the plan of transformers"
+        return [Problem("parallel.custom_plan", text, "Leave it out")]
+    if any(problem.key == "parallel.tp" for problem in check_model_mesh(config, tp)):
+        return []  # `mesh.check_models` reports it
+    from dtrain.models.transformers.plan import find_plan_problem  # loads transformers
+
+    problem = find_plan_problem(build_on_meta(config), tp)
+    return [] if problem is None else [Problem("parallel.tp", problem, "Set parallel.tp=1")]
+
+
 def check_files(inputs: RunInputs) -> list[Problem]:
     """Prove that dtrain computes the models of transformers as that library does.
 
     The results are stored if the cache directory exists, because `dtrain validate` creates no files.
     """
     problems: list[Problem] = []
+    config = inputs.readable_config
+    # Only here, because a plan or a rank reads a recipe in which `auto` is replaced.
+    if inputs.original_recipe.train.compile is True and config is not None and config.transformers is not None:
+        text = f"train.compile=true: the layers of {config.architecture} are those of transformers and run uncompiled"
+        problems.append(Problem("train.compile", text, "Leave it out"))
     for key, model in inputs.library_models.items():
         proof = _read_or_prove(model, inputs.cache, is_stored=inputs.cache.is_dir())
         problems += proof_problems(proof, key, _path_of(inputs, key), inputs.recipe)
