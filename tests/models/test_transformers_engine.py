@@ -11,6 +11,8 @@ from dtrain.checkpoint.huggingface.pretrained import from_pretrained
 from dtrain.inference.engine import Engine, score_prompts
 from dtrain.inference.generate import generate, generate_text
 from dtrain.inference.request import Request, SamplingParams
+from dtrain.models import build, read_config
+from dtrain.models.common.flops import flops_per_token
 from tests.models.library_configs import VOCAB, tiny_config
 from tests.tiny import write_model
 
@@ -96,3 +98,14 @@ def test_text_with_and_without_a_template(tmp_path):
     for text, prompt in ((raw, [9, 8, 7, 6, 5]), (answer, [3, 9, 8, 4])):
         tokens = greedy(oracle, prompt, 6)
         assert text.split() == [f"w{token}" for token in tokens if token > 1]
+
+
+@pytest.mark.parametrize("family", ["qwen3-moe", "gpt-oss", "deepseek-v3"])
+def test_flops_of_a_mixture_are_those_of_the_native_model(tmp_path, family):
+    """Only the experts that compute a token count."""
+    directory = write_model(tmp_path / family, family)
+    flops = []
+    for implementation in ("native", "transformers"):
+        config = read_config(directory, implementation=implementation)
+        flops.append(flops_per_token(build(config, torch.float32, "meta"), 100))
+    assert flops[1] == pytest.approx(flops[0], rel=1e-9)

@@ -250,6 +250,7 @@ class TransformersModel:
         num_parameters: Number of parameters in matrices.
         max_document_length: Longest document whose rotary tables do not depend on other rows. None: any length.
         windows: For each layer, the number of keys that a query sees. None: all, or the layer has no attention.
+        experts_per_token: Number of experts that compute a token. None: the model has no experts.
     """
 
     version: str
@@ -263,6 +264,7 @@ class TransformersModel:
     num_parameters: int
     max_document_length: int | None
     windows: tuple[int | None, ...]
+    experts_per_token: int | None
 
     def library_name(self, name: str) -> str:
         """Return transformers' name of a module, parameter or buffer of the model.

@@ -46,9 +46,15 @@ def get_text_flops(model: CausalLM) -> TextFlops:
     per_layer_table = getattr(model.model, "embed_tokens_per_layer", None)
     if per_layer_table is not None:
         uncounted.add(id(per_layer_table.weight))
-    active_fractions = {}
+    active_fractions: dict[Tensor, float] = {}
     if config.experts is not None:
         active_fractions = dict.fromkeys(expert_parameters(model), config.experts.active_fraction)
+    elif config.transformers is not None and config.transformers.experts_per_token is not None:
+        for name, parameter in model.named_parameters():
+            # transformers stacks the experts of a layer: `mlp.experts.down_proj` is [E, D, inner].
+            if name.split(".")[-2] == "experts" and parameter.dim() > 1:
+                num_experts = parameter.shape[0]
+                active_fractions[parameter] = min(1.0, config.transformers.experts_per_token / num_experts)
 
     per_token = 0.0
     for parameter in model.parameters():

@@ -34,6 +34,8 @@ _PROBE_TOKENS = 4  # tokens of the row with which shapes are recorded
 # Fields that change logits after the head, in the forward of a `...ForCausalLM`, which dtrain does not call.
 _LOGIT_FACTORS = ("logit_scale", "lm_head_multiplier")
 _LOGIT_DIVISORS = ("logits_scaling",)
+TOP_K_NAMES = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k", "top_k_experts")
+"""Fields with the number of experts that compute a token."""
 # Kinds of rotary embedding whose tables depend on the longest row of a micro-batch.
 _LENGTH_DEPENDENT_ROPES = ("dynamic", "longrope")
 
@@ -395,8 +397,18 @@ def _model_config(
             num_parameters=sum(parameter.numel() for parameter in model.parameters() if parameter.dim() > 1),
             max_document_length=_max_document_length(config, model),
             windows=tuple(None if layer is None else layer.window for layer in layers),
+            experts_per_token=_experts_per_token(config),
         ),
     )
+
+
+def _experts_per_token(config: PretrainedConfig) -> int | None:
+    """Return the number of experts that compute a token. None if no field has it."""
+    for name in TOP_K_NAMES:
+        value = getattr(config, name, None)
+        if isinstance(value, int):
+            return value
+    return None
 
 
 def _logit_factor(config: PretrainedConfig) -> float:

@@ -18,6 +18,7 @@ from transformers import PretrainedConfig
 
 from dtrain.models.transformers.config import (
     ATTENTION,
+    TOP_K_NAMES,
     RecordedAttention,
     build_library_model,
     decoder_of,
@@ -34,7 +35,6 @@ _INNER_SIZE = 32
 
 _INNER_NAMES = ("ffn_dim", "n_inner", "ffn_hidden_size", "d_ff", "block_ff_dim", "mlp_hidden_size")
 _EXPERT_NAMES = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_TOP_K_NAMES = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k", "top_k_experts")
 _SPECIAL_TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
@@ -216,7 +216,7 @@ def _shrink_inner_sizes(values: dict[str, Any], tp: int) -> None:
 
 def _shrink_experts(values: dict[str, Any]) -> None:
     """Shrink the number of experts to twice those of a token, or two for each group."""
-    top_k = max((values.get(name) or 1 for name in _TOP_K_NAMES), default=1)
+    top_k = max((values.get(name) or 1 for name in TOP_K_NAMES), default=1)
     groups = values.get("n_group") or values.get("num_expert_group") or 1
     chosen_groups = values.get("topk_group") or 1
     per_group = max(2, math.ceil(2 * top_k / chosen_groups))
