@@ -245,25 +245,46 @@ def write_page(results: list[Result], library: str) -> None:
 
 
 def table(results: list[Result], library: str) -> str:
-    """Return the table of docs/models.md."""
-    counts = Counter(result.status for result in results)
-    complete = [result for result in results if result.status == PACKED and len(result.meshes) == len(MESHES)]
-    lines = [
-        f"transformers {library} has {len(results)} types of causal models. {counts[PACKED]} train on packed rows, of "
-        f"which {len(complete)} on dp, cp and tp. {counts[PADDED]} train on padded rows only. {counts[REFUSED]} are "
-        f"refused, {counts[ENCODER]} are encoders, and {counts[UNKNOWN]} were not checked with this tiny config.",
-        "",
-        "| `model_type` | rows | meshes | limits |",
-        "| --- | --- | --- | --- |",
-    ]
-    order = (WRONG, PACKED, PADDED, REFUSED, ENCODER, UNKNOWN)
-    for result in sorted(results, key=lambda result: (order.index(result.status), result.model_type)):
-        limits = [result.reason] if result.reason else []
-        limits += [f"{mesh}: {reason}" for mesh, reason in result.refused_meshes.items()]
-        name = f"`{result.model_type}`" + (" (also native)" if result.is_native else "")
-        cells = [name, result.status, ", ".join(result.meshes), "; ".join(limits)]
-        lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
+    """Return the lists and tables of docs/models.md."""
+    groups: dict[str, list[Result]] = {}
+    for result in sorted(results, key=lambda result: result.model_type):
+        kind = result.status
+        if kind == PACKED and len(result.meshes) < len(MESHES):
+            kind = f"{PACKED} without {' and '.join(mesh for mesh in MESHES if mesh not in result.meshes)}"
+        groups.setdefault(kind, []).append(result)
+    lines = [f"transformers {library} has {len(results)} types of causal models:", ""]
+    lines += ["| result | types | `model_type` |", "| --- | --- | --- |"]
+    texts = {
+        PACKED: "packed and padded rows on dp 2, cp 2 and tp 2",
+        f"{PACKED} without tp": "packed and padded rows on dp 2 and cp 2; transformers has no plan for tp",
+        ENCODER: "encoders, whose tokens see later ones: refused",
+        UNKNOWN: "not checked: the tiny config of the check does not run in transformers",
+    }
+    for kind, text in texts.items():
+        found = groups.pop(kind, [])
+        lines.append(f"| {text} | {len(found)} | {', '.join(_name(result) for result in found)} |")
+    for kind, text in ((PADDED, "Padded rows only"), (REFUSED, "Refused")):
+        found = groups.pop(kind, [])
+        column = "layers that mix documents" if kind == PADDED else "reason"
+        lines += ["", f"{text} ({len(found)}):", "", f"| `model_type` | {column} |", "| --- | --- |"]
+        by_reason: dict[str, list[str]] = {}
+        for result in found:
+            reason = result.reason.removesuffix(" mixes documents")
+            if kind == PADDED and "tp" not in result.meshes:
+                reason += "; no tp"
+            by_reason.setdefault(_one_cell(reason), []).append(_name(result))
+        lines += [f"| {', '.join(names)} | {reason} |" for reason, names in by_reason.items()]
+    for kind, found in groups.items():
+        lines += ["", f"{kind}: " + ", ".join(f"{_name(result)} ({_one_cell(result.reason)})" for result in found)]
     return "\n".join(lines) + "\n"
+
+
+def _name(result: Result) -> str:
+    return f"{result.model_type}*" if result.is_native else result.model_type
+
+
+def _one_cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
 
 
 def main() -> int:

@@ -97,6 +97,8 @@ def _model_lines(run: BuiltRun) -> list[str]:
     library = model.config.transformers
     if library is not None:
         text += f", {model.config.architecture} of transformers {library.version}"
+        if library.omitted_noise:
+            text += f", without {', '.join(library.omitted_noise)}"
     lines = [labelled_line("model", text)]
     if model.config.vision is not None:
         lines.append(labelled_line("vision", _vision(run)))

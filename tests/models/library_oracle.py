@@ -84,13 +84,9 @@ def is_causal(model: Any) -> bool:
 
 
 def library_name(model: CausalLM, name: str) -> str:
-    """Return transformers' name of a parameter of dtrain's model."""
+    """Return transformers' name of a parameter of dtrain's model, native or not."""
     source = model.config.transformers
-    if source is None:
-        return name
-    if name.startswith("lm_head."):
-        return name.replace("lm_head", source.head, 1)
-    return name.replace("model", source.prefix, 1)
+    return name if source is None else source.library_name(name)
 
 
 @torch.no_grad()

@@ -241,6 +241,7 @@ class TransformersModel:
     Attributes:
         version: Version of the library.
         values: The fields of config.json.
+        omitted_noise: Fields of dropout and router jitter that are not 0 in config.json. dtrain trains without them.
         prefix: Name of the decoder in files, such as "model" or "transformer". dtrain's name is always "model".
         embedding: Name of the embedding in the decoder.
         layers: Name of the list of layers in the decoder.
@@ -255,6 +256,7 @@ class TransformersModel:
 
     version: str
     values: Mapping[str, Any]
+    omitted_noise: tuple[str, ...]
     prefix: str
     embedding: str
     layers: str

@@ -114,10 +114,7 @@ def make_library_config(values: Mapping[str, Any], where: str) -> PretrainedConf
         )
     if not is_known_model_type(model_type):
         raise UserError(f"{where}: transformers {transformers.__version__} has no model of the type {model_type}")
-    with _quiet():
-        # transformers writes an infinity as {"__float__": "Infinity"}.
-        fields = PretrainedConfig._decode_special_floats(dict(values))
-        config = transformers.CONFIG_MAPPING[model_type].from_dict(fields)
+    config = _parse(values)
     for name in dropout_fields(config):
         setattr(config, name, 0.0)
     cls = class_of(config)
@@ -129,6 +126,14 @@ def make_library_config(values: Mapping[str, Any], where: str) -> PretrainedConf
     return config
 
 
+def _parse(values: Mapping[str, Any]) -> PretrainedConfig:
+    """Return the fields of a config.json as transformers' config of their model type."""
+    with _quiet():
+        # transformers writes an infinity as {"__float__": "Infinity"}.
+        fields = PretrainedConfig._decode_special_floats(dict(values))
+        return transformers.CONFIG_MAPPING[values["model_type"]].from_dict(fields)
+
+
 def dropout_fields(config: PretrainedConfig) -> dict[str, float]:
     """Return the fields of a config that add random noise in training, and are not 0: dropout, and jitter of routers.
 
@@ -136,8 +141,9 @@ def dropout_fields(config: PretrainedConfig) -> dict[str, float]:
     """
     fields = {}
     for name, value in vars(config).items():
-        is_dropout = any(part in name for part in ("dropout", "pdrop", "layerdrop", "jitter"))
-        if is_dropout and isinstance(value, float) and 0.0 < value <= 1.0:
+        is_noise = any(part in name for part in ("dropout", "pdrop", "layerdrop", "jitter"))
+        is_of_classifier = name.startswith(("classifier_", "summary_"))
+        if is_noise and not is_of_classifier and isinstance(value, float) and 0.0 < value <= 1.0:
             fields[name] = value
     return fields
 
@@ -388,6 +394,7 @@ def _model_config(
         transformers=TransformersModel(
             version=transformers.__version__,
             values=dict(values),
+            omitted_noise=tuple(dropout_fields(_parse(values))),
             prefix=names.prefix,
             embedding=names.embedding,
             layers=names.layers,
