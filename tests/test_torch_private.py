@@ -79,18 +79,24 @@ HOMES = {
     "parallel/mesh.py": "_concatenate _device_types _get_backend _unflatten",
     "parallel/placement.py": "_StridedShard _foreach_mul_ _foreach_norm _local_tensor",
     "memory/compilation.py": "_higher_order_ops",
-    "policy/offloader.py": "_buffers",
+    # Of transformers.
+    "models/transformers/config.py": "_decode_special_floats _from_config",
+    "models/transformers/conversion.py": "_keys_to_ignore_on_load_unexpected",
+    "models/transformers/experts.py": "_apply_gate",
+    "models/transformers/model.py": "_init_weights _is_hf_initialized _keep_in_fp32_modules_strict",
     "policy/weights.py": "_Options _devices",
 }
 # Of Python's standard library, and of modules.
 OTHERS = {
     "_actions",
     "_asdict",
+    "_buffers",  # of torch.nn.Module, in many files
     "_current_frames",
     "_exit",
     "_field_defaults",
+    "_non_persistent_buffers_set",  # as `_buffers`
     "_option_string_actions",
-    "_parameters",  # of torch.nn.Module, in many files
+    "_parameters",  # as `_buffers`
     "_replace",
     "_serve",
 }
