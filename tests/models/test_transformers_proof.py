@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers as hf
 from torch import nn
-from transformers.models.llama.modeling_llama import LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaMLP
 
 from dtrain.models.transformers.proof import prove, prove_on_mesh
 from dtrain.parallel.mesh import Runtime, build_mesh
@@ -106,17 +106,28 @@ class DetachedForCausalLM(LlamaForCausalLM):
         return output
 
 
-class UnsummedConfig(hf.Qwen3Config):
-    """Each tp rank has some of the heads, and the gradient of the norm over a head is not summed."""
+class UnsummedConfig(hf.LlamaConfig):
+    """Each tp rank has some of the inner activations of an MLP, and the gradient of their gain is not summed."""
 
     model_type = "dtrain_unsummed"
-    base_model_tp_plan = {
-        name: style for name, style in hf.Qwen3Config.base_model_tp_plan.items() if not name.endswith("q_norm")
-    }
 
 
-class UnsummedForCausalLM(hf.Qwen3ForCausalLM):
+class GainMLP(LlamaMLP):
+    def __init__(self, config):
+        super().__init__(config)
+        self.gain = nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x) * self.gain)
+
+
+class UnsummedForCausalLM(LlamaForCausalLM):
     config_class = UnsummedConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        for layer in self.model.layers:
+            layer.mlp = GainMLP(config)
 
 
 MUTANTS = [LeakyForCausalLM, ReversedForCausalLM, ScaledForCausalLM, DetachedForCausalLM, UnsummedForCausalLM]
@@ -212,7 +223,7 @@ def test_ranks_compute_the_numbers_of_one_process():
     cases = [(mixture, "allgather"), (tied, "ring"), (unsummed, "allgather")]
     for results in run_world(prove_on_ranks, 4, cases, {"tp": 2, "cp": 2}):
         assert results[:2] == [None, None]
-        assert "q_norm.weight differs by" in results[2]
+        assert "mlp.gain differs by" in results[2]
 
 
 class PlanlessConfig(hf.LlamaConfig):
