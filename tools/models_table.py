@@ -11,7 +11,8 @@ Each class is checked with a tiny config (tests/models/library_configs.py) in a 
 2. The run's own proof (`dtrain.models.transformers.proof`) says whether packed rows are right.
 3. Independently of the proof, the loss and gradients of a packed row are compared with transformers' eager attention,
    one document at a time. Padded rows are compared if the proof refuses packed ones.
-4. Two steps of SFT with dp 2, cp 2 and tp 2 are compared with the same steps on one process, over gloo.
+4. Two steps of SFT with dp 2, cp 2 and tp 2 are compared with the same steps on one process, over gloo. They start from
+   files that transformers has written.
 
 A class that dtrain accepts and computes wrongly is reported as WRONG, and the tool's exit status is 1.
 """
@@ -69,7 +70,8 @@ MESHES = {
     "cp": ["train.micro_batch=2", "parallel.cp=2"],
     "tp": ["train.micro_batch=2", "parallel.tp=2", "parallel.sequence_parallel=false"],
 }
-_SHAPE = ["train.global_batch=4", "scheduler.warmup_steps=0", "train.steps=2", "model.implementation=transformers"]
+_SHAPE = ["train.global_batch=4", "scheduler.warmup_steps=0", "train.steps=2", "model.implementation=transformers",
+          "model.init=pretrained"]  # fmt: skip
 
 
 @dataclass
@@ -135,16 +137,17 @@ def check_class(model_type: str) -> Result:
     if difference:
         result.status, result.reason = WRONG, difference
         return result
-    check_meshes(values, result)
+    check_meshes(values, library_model, result)
     return result
 
 
-def check_meshes(values: dict[str, Any], result: Result) -> None:
-    """Train on each mesh, compare with one process, and add the results."""
+def check_meshes(values: dict[str, Any], library_model: Any, result: Result) -> None:
+    """Train on each mesh from files of transformers, compare with one process, and add the results."""
     packing = f"data.packing={'true' if result.status == PACKED else 'false'}"
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
         model = write_model(root / "qwen3-tied")
+        library_model.float().save_pretrained(model)
         (model / "config.json").write_text(json.dumps(values))
         shape = [*_SHAPE, packing]
         expected = trajectory(run(tiny_recipe(root, *shape, "train.micro_batch=4", name="one")))
