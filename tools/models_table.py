@@ -259,7 +259,7 @@ def table(results: list[Result], library: str) -> str:
     lines += ["| result | types | `model_type` |", "| --- | --- | --- |"]
     texts = {
         PACKED: "packed and padded rows on dp 2, cp 2 and tp 2",
-        f"{PACKED} without tp": "packed and padded rows on dp 2 and cp 2; transformers has no plan for tp",
+        f"{PACKED} without tp": "packed and padded rows on dp 2 and cp 2, not on tp",
         ENCODER: "encoders, whose tokens see later ones: refused",
         UNKNOWN: "not checked: the tiny config of the check does not run in transformers",
     }
@@ -273,8 +273,9 @@ def table(results: list[Result], library: str) -> str:
         by_reason: dict[str, list[str]] = {}
         for result in found:
             reason = result.reason.removesuffix(" mixes documents")
-            if kind == PADDED and "tp" not in result.meshes:
-                reason += "; no tp"
+            missing = [mesh for mesh in ("dp", "tp") if mesh not in result.meshes]
+            if kind == PADDED and missing:
+                reason += f"; not on {' and '.join(missing)}"
             by_reason.setdefault(_one_cell(reason), []).append(_name(result))
         lines += [f"| {', '.join(names)} | {reason} |" for reason, names in by_reason.items()]
     for kind, found in groups.items():

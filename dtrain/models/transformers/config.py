@@ -200,8 +200,9 @@ def build_library_model(config: PretrainedConfig, attention: str, device: str = 
         model = class_of(config)._from_config(
             config, dtype=torch.float32, attn_implementation=attention, experts_implementation=experts
         )
-    # Some models would look for padding among their tokens to warn of it, which a GPU has to wait for.
-    model.config.pad_token_id = None
+    # Some models would look for padding among their tokens to warn of it, which a GPU has to wait for. Not by an
+    # attribute, because some configs refuse None.
+    vars(model.config)["pad_token_id"] = None
     return model.train()
 
 
