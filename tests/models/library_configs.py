@@ -155,6 +155,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "ministral": {"head_dim": 16},
     "nemotron": {"head_dim": 16, "num_key_value_heads": 2},
     "nemotron_h": {"n_groups": 1, "layers_block_type": ["mamba", "attention", "moe", "mlp"], "num_hidden_layers": 4},
+    "phi4_multimodal": {"num_hidden_layers": 3},
     "youtu": _MLA,
     "zaya": {"num_experts_per_tok": 1},
 }

@@ -43,6 +43,10 @@ class TransformersLinear(Linear):
     leave: ChangeTensor | None = None
     rotary_size: int | None = None
 
+    def local(self, name: str) -> Tensor:
+        """Override `LocalParameters.local`: the property `weight` calls it."""
+        return _local(self, name)
+
     def forward(self, x: Tensor, adapters: AdapterContext | None = None) -> Tensor:
         """Override `Linear.forward`, [..., in] -> [..., out]."""
         if adapters is None:
@@ -84,9 +88,7 @@ class LocalModule(LocalParameters):
 
     def local(self, name: str) -> Tensor:
         """Override `LocalParameters.local`: the properties of parameters call it."""
-        parameter = self._parameters[name]
-        view = self.local_views.get(name)
-        return parameter if view is None else view(parameter)  # type: ignore[arg-type, return-value]
+        return _local(self, name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the module."""
@@ -115,13 +117,20 @@ def _class_of(base: type[nn.Module], mixin: type[nn.Module], parameters: tuple[s
     return type(base.__name__, bases, attributes)
 
 
-def _reader(name: str) -> Callable[[LocalModule], Tensor | None]:
+def _local(module: LocalParameters, name: str) -> Tensor:
+    """Return the plain tensor with which this rank computes, as `LocalParameters.local` does, without properties."""
+    parameter = module._parameters[name]
+    view = module.local_views.get(name)
+    return parameter if view is None else view(parameter)  # type: ignore[arg-type, return-value]
+
+
+def _reader(name: str) -> Callable[[LocalParameters], Tensor | None]:
     """Return the getter of a parameter: inside of a forward the local tensor, otherwise the parameter as it is stored.
 
     FSDP and others read parameters outside of a forward.
     """
 
-    def read(module: LocalModule) -> Tensor | None:
+    def read(module: LocalParameters) -> Tensor | None:
         return module._parameters[name] if get_running() is None else module.local(name)
 
     return read
@@ -145,7 +154,8 @@ def adopt_modules(
         if module is embedding:
             _change_class(module, VocabEmbedding, ())
         elif type(module) is nn.Linear:
-            module.__class__ = TransformersLinear
+            # With properties, because some modules read the weight of a linear layer: Gemma 3n, and Mamba in Jamba.
+            _change_class(module, TransformersLinear, own_parameters)
         elif own_parameters or module._buffers:
             own_names = [f"{name}.{key}" for key in (*own_parameters, *module._buffers)]
             has_rotary_tables = not own_parameters and not _has_persistent_buffers(module)
