@@ -215,8 +215,13 @@ def test_a_run_resumes_on_another_mesh_and_exports_its_steps(tmp_path):
     # Two ranks read other experts of the files, and other parts of the checkpoint.
     begun = recipe_of(tmp_path, kind, "train.micro_batch=2", name="begun on two ranks")
     resumed = copied(tmp_path, kind, first, "train.micro_batch=2", name="resumed on two ranks")
-    for sharded in run_all([begun, resumed], 2):
+    ep = ("train.micro_batch=2", "parallel.ep=2")
+    experts_begun = recipe_of(tmp_path, kind, *ep, "checkpoint.export=final", name="begun with ep")
+    experts_resumed = copied(tmp_path, kind, first, *ep, name="resumed with ep")
+    for sharded in run_all([begun, resumed, experts_begun, experts_resumed], 2):
         assert_same_rows(trajectory(sharded), trajectory(first), 1e-9, 1e-9, sharded.run.name)
+    expected = logits(run_directory(first) / "export")
+    torch.testing.assert_close(logits(run_directory(experts_begun) / "export"), expected, rtol=0, atol=1e-5)
     with pytest.raises(UserError, match="model.implementation: transformers -> native"):
         run(copied(tmp_path, kind, first, "model.implementation=native", name="native"))
     with pytest.raises(UserError, match="has trained model.layers.1.mlp.experts.down_proj and not"):

@@ -80,7 +80,7 @@ def test_a_teacher_and_a_sampled_mixture_of_transformers_on_meshes(tmp_path):
     grpo = partial(tiny_grpo, sampled, *shape, "model.init=pretrained", family="olmoe")
     expected = run_all([distill("train.micro_batch=12", name="one"), grpo("train.micro_batch=8", name="one")])
     on_tp = distill(*MESHES["tp2"], name="tp2")
-    on_dp = grpo("train.micro_batch=2", name="dp2")
+    on_dp = grpo("train.micro_batch=2", "parallel.ep=2", name="dp2")
     run_all([on_tp, on_dp], 2)
     assert_numbers_of(on_tp, expected[0])
     assert_same_rows(trajectory(on_dp), trajectory(expected[1]), 1e-5, 1e-4, "olmoe")

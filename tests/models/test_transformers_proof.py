@@ -254,7 +254,7 @@ TP2 = "parallel.tp=2"
         (LlamaForCausalLM, ["lora={quantize: nf4}"], "lora.quantize=nf4 does not store the layers of LlamaForCausalLM"),
         (LlamaForCausalLM, ["train.tile=mlp"], "train.tile=mlp does not cut the layers"),
         (LlamaForCausalLM, ["train.compile=true"], "train.compile=true: the layers of LlamaForCausalLM"),
-        (LlamaForCausalLM, ["parallel.ep=2"], "parallel.ep=2 does not distribute experts"),
+        (LlamaForCausalLM, ["parallel.ep=2"], "parallel.ep=2: this model has no experts"),
         (LlamaForCausalLM, ["moe.balance=0.1"], "moe.balance=0.1 does not read the routers"),
         (LlamaForCausalLM, [TP2, "parallel.sequence_parallel=true"], "parallel.sequence_parallel=true does not shard"),
         (LlamaForCausalLM, [TP2, "parallel.custom_plan={lm_head: vocab_head}"], "parallel.custom_plan: the layers of"),

@@ -251,6 +251,7 @@ class TransformersModel:
         num_parameters: Number of parameters in matrices.
         max_document_length: Longest document whose rotary tables do not depend on other rows. None: any length.
         windows: For each layer, the number of keys that a query sees. None: all, or the layer has no attention.
+        num_experts: Number of experts of a layer that are stored in stacks. None: there are none, or not only such.
         experts_per_token: Number of experts that compute a token. None: the model has no experts.
     """
 
@@ -266,6 +267,7 @@ class TransformersModel:
     num_parameters: int
     max_document_length: int | None
     windows: tuple[int | None, ...]
+    num_experts: int | None
     experts_per_token: int | None
 
     def library_name(self, name: str) -> str:
@@ -434,6 +436,8 @@ class ModelConfig:
     @property
     def num_experts(self) -> int | None:
         """Experts of a sparse layer. None for a dense model."""
+        if self.transformers is not None:
+            return self.transformers.num_experts
         return None if self.experts is None else self.experts.num_experts
 
     @property

@@ -8,7 +8,7 @@ attention, the head and the losses. Nothing outside of this package knows which 
     model       `TransformersCausalLM` and its decoder, which calls that of transformers
     modules     classes of its modules, which read sharded parameters
     running     the running forward, and the attention function that transformers calls
-    experts     mixtures of experts, which transformers calls
+    experts     mixtures of experts, which transformers calls, also over expert-parallel ranks
     conversion  how transformers converts tensors between files and model
     plan        tensor-parallel plans of transformers in dtrain's styles
     proof       the proof at a run's start that a small copy computes what transformers computes

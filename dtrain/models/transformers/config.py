@@ -22,6 +22,7 @@ from transformers.integrations.moe import ExpertsInterface
 from dtrain.base.errors import UserError
 from dtrain.models.common.config import FULL, LINEAR, SLIDING, KVHeads, ModelConfig, TransformersModel
 from dtrain.models.transformers.experts import compute_experts
+from dtrain.models.transformers.modules import has_stacked_experts
 from dtrain.models.transformers.running import UNSET, Unset, attend, check_attention, get_layer_index, get_window
 
 ATTENTION = "dtrain"
@@ -405,9 +406,16 @@ def _model_config(
             num_parameters=sum(parameter.numel() for parameter in model.parameters() if parameter.dim() > 1),
             max_document_length=_max_document_length(config, model),
             windows=tuple(None if layer is None else layer.window for layer in layers),
+            num_experts=_num_stacked_experts(model),
             experts_per_token=_experts_per_token(config),
         ),
     )
+
+
+def _num_stacked_experts(model: PreTrainedModel) -> int | None:
+    """Return the number of experts in each layer's stacks. None without stacks, or if layers have other numbers."""
+    counts = {int(module.num_experts) for module in model.modules() if has_stacked_experts(module)}
+    return counts.pop() if len(counts) == 1 else None
 
 
 def _experts_per_token(config: PretrainedConfig) -> int | None:

@@ -23,6 +23,7 @@ from dtrain.models.common.config import KVHeads
 from dtrain.models.common.linear import Linear
 from dtrain.models.common.micro_batch import AdapterContext
 from dtrain.models.transformers.running import RunningForward, get_running, running
+from dtrain.parallel.experts import Experts
 from dtrain.parallel.tensor import LocalParameters, VocabEmbedding
 
 _KEY_PROJECTIONS = ("k_proj", "v_proj")
@@ -100,6 +101,21 @@ class LocalModule(LocalParameters):
         return output if self.leave is None else self.leave(output)
 
 
+class TransformersExperts(LocalModule, Experts):
+    """The experts of a layer in stacks, [E, ..] each, which `experts.compute_experts` computes."""
+
+
+def has_stacked_experts(module: nn.Module) -> bool:
+    """Check whether a module of transformers has the experts of a layer in stacks, and no other parameters.
+
+    Such a module has these attributes from transformers' decorator `use_experts_implementation`.
+    """
+    if not (hasattr(module, "is_transposed") and hasattr(module, "has_post_expert_norm")):
+        return False
+    count = getattr(module, "num_experts", None)
+    return all(parameter.dim() > 1 and parameter.shape[0] == count for parameter in module.parameters())
+
+
 class Float32Module(LocalModule):
     """`LocalModule` whose parameters and buffers are stored in float32 at least, such as a rotary embedding's."""
 
@@ -160,7 +176,11 @@ def adopt_modules(
             own_names = [f"{name}.{key}" for key in (*own_parameters, *module._buffers)]
             has_rotary_tables = not own_parameters and not _has_persistent_buffers(module)
             keeps = has_rotary_tables or any(is_float32(own_name) for own_name in own_names)
-            _change_class(module, Float32Module if keeps else LocalModule, own_parameters)
+            if has_stacked_experts(module):
+                _change_class(module, TransformersExperts, own_parameters)
+                module.count = module.num_experts
+            else:
+                _change_class(module, Float32Module if keeps else LocalModule, own_parameters)
     for layer in layers:
         _change_class(layer, TransformersLayer, ())
 

@@ -53,8 +53,7 @@ def mesh_problems_of(inputs: RunInputs, config: ModelConfig, ep: int, model_key:
     recipe, tp = inputs.recipe, inputs.recipe.parallel.tp
     problems: list[Problem] = []
     if tp >= 1 and ep >= 1:  # other values are reported by `sizes.check_keys`
-        # The experts of transformers' models are not distributed, which `transformers_models.check_models` reports.
-        problems += check_model_mesh(config, tp, ep if config.transformers is None else 1)
+        problems += check_model_mesh(config, tp, ep)
     torch_version = version("torch")  # for example "2.12.0+cu130"
     major, minor = torch_version.split(".")[:2]
     if ep > 1 and (int(major), int(minor)) < (2, 12):

@@ -46,9 +46,6 @@ def check_models(inputs: RunInputs) -> list[Problem]:
         text = f"train.tile={recipe.train.tile} does not cut {name}"
         fix = "Set train.tile=none, or train.activation_checkpointing=full to save memory"
         problems.append(Problem("train.tile", text, fix))
-    if recipe.parallel.ep > 1:
-        text = f"parallel.ep={recipe.parallel.ep} does not distribute experts in {name}"
-        problems.append(Problem("parallel.ep", text, "Set parallel.ep=1. parallel.tp and FSDP shard the experts"))
     if recipe.moe.balance > 0:
         text = f"moe.balance={recipe.moe.balance} does not read the routers in {name}"
         problems.append(Problem("moe.balance", text, "Leave it out"))
