@@ -127,6 +127,13 @@ def make_library_config(values: Mapping[str, Any], where: str) -> PretrainedConf
     return config
 
 
+def get_library_source(config: ModelConfig) -> TransformersModel:
+    """Return the description of a model whose modules are those of transformers. Raises ValueError for other models."""
+    if config.transformers is None:
+        raise ValueError(f"{config.architecture} is a model of dtrain")
+    return config.transformers
+
+
 def _parse(values: Mapping[str, Any]) -> PretrainedConfig:
     """Return the fields of a config.json as transformers' config of their model type."""
     with _quiet():

@@ -18,6 +18,7 @@ import re
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,20 +43,32 @@ from transformers.core_model_loading import (
 Shape = tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Conversion:
-    """Tensors of one side, files or model, and the tensors of the other side that transformers computes from them.
+class Source(NamedTuple):
+    """An input of a conversion.
 
     Attributes:
-        sources: Names of the tensors that are converted, with the pattern of `converter` that each of them matches.
-        targets: Shapes of the results by name. Empty if the sources do not fit each other.
-        converter: Conversion of transformers. None: the only source is the only target, under another name or the same.
-        key: Name by which `converter` finds the names of the results.
+        name: Name of the tensor.
+        pattern: The pattern of `Conversion.converter` that the name matches. The name itself without a converter.
+    """
+
+    name: str
+    pattern: str
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A conversion of transformers from tensors of the files to tensors of the model, or in the other direction.
+
+    Attributes:
+        sources: The inputs.
+        targets: Shapes of the results by name. Empty if the shapes of the sources do not fit each other.
+        converter: Conversion of transformers. None: the only source becomes the only target, perhaps renamed.
+        key: Name that transformers gives to this group of sources, for example `...mlp.experts.gate_up_proj`.
         renamings: Applied to the names of the results.
         model: The model of transformers, whose config some conversions read.
     """
 
-    sources: tuple[tuple[str, str], ...]
+    sources: tuple[Source, ...]
     targets: Mapping[str, Shape]
     converter: WeightConverter | None
     key: str
@@ -65,7 +78,7 @@ class Conversion:
     @property
     def source_names(self) -> list[str]:
         """Names of the tensors that are converted."""
-        return [name for name, _ in self.sources]
+        return [source.name for source in self.sources]
 
     def convert(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Compute the results, by name.
@@ -75,10 +88,10 @@ class Conversion:
         """
         if self.converter is None:
             (target,) = self.targets
-            return {target: tensors[self.sources[0][0]]}
-        converter = deepcopy(self.converter)  # it collects the tensors
-        for name, pattern in self.sources:
-            converter.add_tensor(self.key, name, pattern, tensors[name])
+            return {target: tensors[self.sources[0].name]}
+        converter = deepcopy(self.converter)  # because a converter keeps the tensors that are added
+        for source in self.sources:
+            converter.add_tensor(self.key, source.name, source.pattern, tensors[source.name])
         converted = converter.convert(self.key, model=self.model, config=self.model.config)
         results = {}
         for name, result in converted.items():
@@ -87,30 +100,33 @@ class Conversion:
         return results
 
     def for_experts(self, experts: slice) -> "Conversion":
-        """Return the conversion of only some experts of a stack. The full one if the experts depend on each other.
+        """Return the conversion of some experts of a stack. Only for a conversion that `is_by_expert`.
+
+        For example, the sources of a stack of 256 experts are 256 gate_proj and 256 up_proj. With `slice(0, 64)` they
+        are the first 64 of each, and the result has 64 rows. `targets` stays that of the full stack.
 
         Args:
             experts: Rows of the first dimension of the results.
-
-        Returns:
-            A conversion whose results have only these rows, or this one.
         """
-        if self.converter is None or not _stacks_first_dim(self.converter.operations):
-            return self
-        by_pattern: dict[str, list[tuple[str, str]]] = {}
+        by_pattern: dict[str, list[Source]] = {}
         for source in self.sources:
-            by_pattern.setdefault(source[1], []).append(source)
-        selected = [source for sources in by_pattern.values() for source in sources[experts]]
+            by_pattern.setdefault(source.pattern, []).append(source)
+        selected: list[Source] = []
+        for sources in by_pattern.values():
+            selected += sources[experts]
         return replace(self, sources=tuple(selected))
 
     @property
     def is_by_expert(self) -> bool:
-        """Whether `for_experts` selects the tensors of some experts."""
+        """Whether each row of the results depends on one expert of the sources, so that experts can be selected."""
         return self.converter is not None and _stacks_first_dim(self.converter.operations)
 
 
 def _stacks_first_dim(operations: list[ConversionOps]) -> bool:
-    """Check whether row i of the results comes only from the i-th source of each pattern."""
+    """Check whether row i of the results depends only on the i-th source of each pattern.
+
+    The first operation must stack the sources along dimension 0, and the others must leave that dimension as it is.
+    """
     first, *others = operations
     if not isinstance(first, MergeModulelist) or first.dim != 0:
         return False
@@ -128,10 +144,10 @@ def _stacks_first_dim(operations: list[ConversionOps]) -> bool:
 
 @dataclass(frozen=True)
 class LoadingPlan:
-    """How the tensors of files become those of a model.
+    """The conversions from the tensors of files to those of a model.
 
     Attributes:
-        conversions: The conversions.
+        conversions: All conversions, with those that only rename.
         unexpected: Tensors of the files that belong to no tensor of the model, and are not ignored.
     """
 
@@ -139,28 +155,27 @@ class LoadingPlan:
     unexpected: list[str] = field(default_factory=list)
 
 
-def plan_loading(model: PreTrainedModel, shapes: Iterable[str], stored: Mapping[str, Shape]) -> LoadingPlan:
-    """Return how transformers converts the tensors of files to those of a model.
+def plan_loading(model: PreTrainedModel, names: Iterable[str], stored: Mapping[str, Shape]) -> LoadingPlan:
+    """Return the conversions by which transformers loads the tensors of files.
 
     Args:
         model: The model of transformers, on any device.
-        shapes: Names of the model's tensors, with all names of shared ones.
+        names: Names of the model's tensors, with all names of shared ones.
         stored: Shapes of the tensors of the files, by name.
     """
     transforms = get_model_conversion_mapping(model)
     renamings, converters = _split(transforms)
     by_pattern = _by_pattern(converters)
-    known = dict.fromkeys(shapes, True)
+    known = dict.fromkeys(names, True)  # `rename_source_key` takes a dictionary
     groups: dict[str, _Group] = {}
     plan = LoadingPlan()
     for name in sorted(stored, key=dot_natural_key):
+        # `renamed` is the model's tensor, or the key of the group of sources that the pattern collects.
         renamed, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, known)
         if renamed not in known and name in known:
             renamed, pattern = name, None
         if renamed in known:
-            converter = None if pattern is None else by_pattern[pattern]
-            group = groups.setdefault(renamed, _Group(converter))
-            group.sources.append((name, pattern or name))
+            _add_source(groups, renamed, name, pattern, by_pattern)
         elif not _is_ignored(model, renamed) and not _is_ignored(model, name):
             plan.unexpected.append(name)
     for key, group in groups.items():
@@ -169,14 +184,15 @@ def plan_loading(model: PreTrainedModel, shapes: Iterable[str], stored: Mapping[
 
 
 def plan_saving(model: PreTrainedModel, shapes: Mapping[str, Shape]) -> list[Conversion]:
-    """Return how `save_pretrained` converts the tensors of a model to those of its files.
+    """Return the conversions by which `save_pretrained` writes the tensors of a model.
 
     Args:
         model: The model of transformers, on any device.
-        shapes: Shapes of the model's tensors, by the first name of each.
+        shapes: Shapes of the model's tensors by name. A shared tensor has its first name only.
     """
     transforms = get_model_conversion_mapping(model, add_legacy=False)
-    # As `save_pretrained` of a model that was not loaded: whether files have such a prefix is only known from files.
+    # A PrefixChange is left out, as `save_pretrained` does for a model that was not loaded from files: only the files
+    # show whether their names have the prefix.
     transforms = [transform for transform in transforms if not isinstance(transform, PrefixChange)]
     reverse_renamings, reverse_converters = _split([transform.reverse_transform() for transform in transforms[::-1]])
     by_pattern = _by_pattern(reverse_converters)
@@ -185,9 +201,7 @@ def plan_saving(model: PreTrainedModel, shapes: Mapping[str, Shape]) -> list[Con
         renamed, pattern = apply_converters(name, reverse_converters)
         if pattern is None:
             renamed = apply_renamings(name, reverse_renamings)
-        converter = None if pattern is None else by_pattern[pattern]
-        group = groups.setdefault(renamed, _Group(converter))
-        group.sources.append((name, pattern or name))
+        _add_source(groups, renamed, name, pattern, by_pattern)
     renamings = tuple(reverse_renamings)
     return [group.finish(key, renamings, model, shapes) for key, group in groups.items()]
 
@@ -209,6 +223,27 @@ def _is_ignored(model: PreTrainedModel, name: str) -> bool:
     return any(re.search(pattern, name) for pattern in patterns)
 
 
+def _add_source(
+    groups: "dict[str, _Group]",
+    key: str,
+    name: str,
+    pattern: str | None,
+    converter_by_pattern: Mapping[str, WeightConverter],
+) -> None:
+    """Add a tensor to the group of sources `key`.
+
+    Args:
+        groups: The groups, which are changed.
+        key: Key of the group.
+        name: Name of the tensor.
+        pattern: The pattern of a converter that the name matches. None: the tensor is only renamed.
+        converter_by_pattern: The converters.
+    """
+    converter = None if pattern is None else converter_by_pattern[pattern]
+    group = groups.setdefault(key, _Group(converter))
+    group.sources.append(Source(name, pattern or name))
+
+
 @dataclass
 class _Group:
     """The sources of a conversion, while they are collected.
@@ -219,7 +254,7 @@ class _Group:
     """
 
     converter: WeightConverter | None
-    sources: list[tuple[str, str]] = field(default_factory=list)
+    sources: list[Source] = field(default_factory=list)
 
     def finish(
         self, key: str, renamings: tuple[WeightRenaming, ...], model: PreTrainedModel, shapes: Mapping[str, Shape]
@@ -233,12 +268,12 @@ class _Group:
             shapes: Shapes of the sources.
         """
         if self.converter is None:
-            first = self.sources[0][0]
+            first = self.sources[0].name
             return Conversion(tuple(self.sources), {key: tuple(shapes[first])}, None, key, (), model)
         conversion = Conversion(tuple(self.sources), {}, self.converter, key, renamings, model)
-        sources = {name: torch.empty(shapes[name], device="meta") for name in conversion.source_names}
+        meta_tensors = {name: torch.empty(shapes[name], device="meta") for name in conversion.source_names}
         try:
-            results = conversion.convert(sources)
+            results = conversion.convert(meta_tensors)
         except (RuntimeError, ValueError, IndexError):
-            return conversion  # tensors that do not fit each other, such as experts of different sizes
+            return conversion  # the shapes do not fit each other, such as those of experts of different sizes
         return replace(conversion, targets={name: tuple(result.shape) for name, result in results.items()})

@@ -1,12 +1,15 @@
 """A causal language model whose decoder is that of the transformers library.
 
-TransformersCausalLM        dtrain's `CausalLM`: head, tied weights, names in files
-  TransformersDecoder       dtrain's `Stack`: calls the decoder of transformers
-    embed_tokens, layers, norm, ...   modules of transformers, adopted by `modules.adopt_modules`
+    TransformersCausalLM        dtrain's `CausalLM`: head, tied weights, names in files
+      TransformersDecoder       dtrain's `Stack`: calls the decoder of transformers
+        embed_tokens, layers, norm, ...   modules of transformers, changed by `modules.adopt_modules`
+
+Both the `TransformersDecoder` and the decoder of transformers, which runs the forward, have the same children and the
+same buffers. FSDP, tensor parallelism and adapters change these modules, and the forward of transformers calls them.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from typing import Any, Self, cast
 
@@ -15,11 +18,17 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dtrain.attention.kernels import Kernel
-from dtrain.models.common.config import ModelConfig, TransformersModel
+from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.decoder import CausalLM
 from dtrain.models.common.masks import AttentionMasks
 from dtrain.models.common.micro_batch import MicroBatchContext
-from dtrain.models.transformers.config import ATTENTION, build_library_model, decoder_of, make_library_config
+from dtrain.models.transformers.config import (
+    ATTENTION,
+    build_library_model,
+    decoder_of,
+    get_library_source,
+    make_library_config,
+)
 from dtrain.models.transformers.modules import adopt_modules, set_key_heads
 from dtrain.models.transformers.plan import make_plan
 from dtrain.models.transformers.running import RunningForward, running
@@ -29,17 +38,18 @@ from dtrain.parallel.tensor import Stack
 class TransformersDecoder(Stack):
     """The decoder of a model of transformers, under dtrain's interface.
 
-    The children of transformers' decoder are this module's children, under the same names. Transformers' decoder is no
-    child itself, so that names are those of the files.
+    The children of transformers' decoder are also children of this module, under the same names. For example, GPT-2's
+    decoder has `wte`, `h` and `ln_f`. Transformers' decoder is not a child itself, because parameters would then be
+    named `model.transformer.h.0...` in place of `model.h.0...`.
 
     Args:
         config: Config of the model.
-        library_model: The model of transformers, whose decoder is taken.
+        library_model: The model of transformers, whose decoder runs the forward. Its modules are changed.
 
     Attributes:
         kernel: Attention kernel of all layers, set when the model is built.
-        embed_tokens: The embedding of the tokens. Its name among the children may be another.
-        layers: The decoder layers. Their name among the children may be another.
+        embed_tokens: The embedding of the tokens. The child may have another name, such as `wte`.
+        layers: The decoder layers. The child may have another name, such as `h`.
     """
 
     kernel: Kernel
@@ -50,7 +60,7 @@ class TransformersDecoder(Stack):
     def __init__(self, config: ModelConfig, library_model: PreTrainedModel):
         super().__init__()
         self.config = config
-        source = _source_of(config)
+        source = get_library_source(config)
         decoder = library_model.get_submodule(source.prefix)
         embedding, layers = decoder.get_submodule(source.embedding), decoder.get_submodule(source.layers)
         adopt_modules(decoder, embedding, layers, _float32_names(library_model))
@@ -59,17 +69,18 @@ class TransformersDecoder(Stack):
         for name, child in decoder.named_children():
             self.add_module(name, child)
         self._buffer_dtypes = {name: buffer.dtype for name, buffer in decoder.named_buffers()}
-        # Both decoders have the same buffers, also after `to` has replaced them.
+        # The decoders share the dictionary of their own buffers. `nn.Module.to` replaces the tensors in it, and so
+        # replaces them for both.
         self.__dict__["_buffers"] = decoder._buffers
         self.__dict__["_non_persistent_buffers_set"] = decoder._non_persistent_buffers_set
-        # In tuples, because nn.Module would register plain attributes as children of their own names.
+        # In containers, because nn.Module would register a module that is an attribute as a child of this name.
         self._library = (library_model,)
-        self._ends = (embedding, layers)
+        self._aliases = {"embed_tokens": embedding, "layers": layers}
 
     def __getattr__(self, name: str) -> Any:
-        """Return the embedding and the layers under dtrain's names."""
+        """Return the embedding and the layers under dtrain's names, if the children have others."""
         if name in ("embed_tokens", "layers") and name not in self._modules:
-            return self._ends[0 if name == "embed_tokens" else 1]
+            return self._aliases[name]
         return super().__getattr__(name)
 
     @property
@@ -89,19 +100,21 @@ class TransformersDecoder(Stack):
             Those of `AttentionMasks` and of the layers.
         """
         num_rows, length = input_ids.shape
-        positions, masks = self._positions(input_ids, context), None
+        source = get_library_source(self.config)
+        positions = self._positions(input_ids, context)
         dtype = self.embed_tokens.weight.dtype
+        masks = None
         if context.cache is None:
             masks = AttentionMasks(self.kernel, context, positions, num_rows, length, dtype, input_ids.device)
         is_double = dtype is torch.float64
         forward = RunningForward(self.kernel, masks, context.cache, context.adapters, is_double)
-        decoder = self.library_model.get_submodule(_source_of(self.config).prefix)
+        decoder = self.library_model.get_submodule(source.prefix)
         with running(forward):
             output = decoder(input_ids=input_ids, position_ids=positions.expand(num_rows, -1), use_cache=False)
         hidden = output.last_hidden_state
-        # The head of a classifier has no factor.
-        factor = _source_of(self.config).logit_factor if self.config.num_labels is None else 1.0
-        return hidden if factor == 1.0 else hidden * factor
+        # logits = factor * (hidden @ weight.T) = (factor * hidden) @ weight.T. The head of a classifier has no factor.
+        has_factor = self.config.num_labels is None and source.logit_factor != 1.0
+        return hidden * source.logit_factor if has_factor else hidden
 
     def _positions(self, input_ids: Tensor, context: MicroBatchContext) -> Tensor:
         """Return the positions of the tokens, [B or 1, S]."""
@@ -115,41 +128,43 @@ class TransformersDecoder(Stack):
         return torch.arange(length, device=input_ids.device)[None]
 
     def reset_buffers(self) -> None:
-        """Initialise buffers as transformers does.
+        """Initialise all buffers by transformers' `_init_weights`.
 
-        Those that are not in files, such as rotary frequencies, are computed here only. The others, such as the biases
-        of routers, are read from files later, unless the model starts from scratch.
+        Buffers that are not in files, such as rotary frequencies, get their final values here. The others, such as the
+        biases of routers, are read from files later, unless the model starts from scratch. The former are filled with
+        NaN first, so that a buffer that `_init_weights` does not know is noticed. The latter start at zero.
 
         Raises:
             RuntimeError: If transformers leaves a buffer that is not in files without values.
         """
-        modules: list[nn.Module] = []
-        buffers: list[tuple[nn.Module, str, Tensor]] = []
+        modules: dict[nn.Module, None] = {}  # an ordered set
+        computed: list[tuple[nn.Module, str, Tensor]] = []  # buffers that are not in files
         for module in self.modules():
             for name, values in module._buffers.items():
                 if values is None:
                     continue
-                modules.append(module)
+                modules[module] = None
                 if name not in module._non_persistent_buffers_set:
                     values.zero_()
                     continue
-                buffers.append((module, name, values))
+                computed.append((module, name, values))
                 if values.is_floating_point():
                     values.fill_(math.nan)
-        # transformers does not change tensors with this mark. Parameters get their values elsewhere.
+        # `_init_weights` also initialises parameters, unless they have this mark. They get their values elsewhere.
         parameters = list(self.parameters())
         for parameter in parameters:
             parameter._is_hf_initialized = True  # type: ignore[attr-defined]
         # The decoder comes first, because Falcon-H1 computes buffers of its layers there.
         decoder = decoder_of(self.library_model)
-        for module in [decoder, *dict.fromkeys(modules)]:
+        for module in [decoder, *modules]:
             decoder._init_weights(module)
         for parameter in parameters:
             del parameter._is_hf_initialized  # type: ignore[attr-defined]
-        for module, name, values in buffers:
+        for module, name, values in computed:
             if values.device.type != "meta" and bool(values.isnan().any()):
                 raise RuntimeError(f"transformers does not initialise the buffer {name} of {type(module).__name__}")
-        # transformers computes a buffer in its own dtype, such as the factor 50.5 in bfloat16 for sqrt(2560) = 50.596.
+        # Round each buffer as transformers does, which computes it in the buffer's first dtype, not the model's. For
+        # example, sqrt(2560) = 50.596 in a buffer in bfloat16 is 50.5 in a model in float32 too.
         for name, values in self.named_buffers():
             if values.is_floating_point() and values.device.type != "meta":
                 values.copy_(values.to(self._buffer_dtypes.get(name, values.dtype)))
@@ -163,11 +178,12 @@ class TransformersCausalLM(CausalLM):
     """
 
     compile_obstacle = "its layers are those of transformers"
-    # Those of transformers' activation xIELU, and of routers. The others are computed by `reset_buffers`.
+    # Buffers that are in files: the biases of routers, and two constants of transformers' activation xIELU.
+    # `reset_buffers` computes the others.
     initial_buffers = {"*.e_score_correction_bias": 0.0, "*.act_fn.beta": 0.5, "*.act_fn.eps": -1e-6}
 
     def __init__(self, config: ModelConfig):
-        source = _source_of(config)
+        source = get_library_source(config)
         library_config = make_library_config(source.values, "config.json")
         library_model = build_library_model(library_config, ATTENTION)
         self._library_config = library_config
@@ -185,8 +201,8 @@ class TransformersCausalLM(CausalLM):
 
     @property
     def initial_values(self) -> Mapping[str, str]:  # type: ignore[override]  # a table of the class in other families
-        """`CausalLM.initial_values`, read from the values that transformers gives to each kind of module."""
-        # The modules of this model may be sharded already.
+        """Override `CausalLM.initial_values`: the kinds of values with which transformers initialises parameters."""
+        # From another model on the meta device, because the modules of this one may be sharded already.
         return find_initial_values(build_library_model(self._library_config, ATTENTION))
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> Self:
@@ -202,7 +218,7 @@ class TransformersCausalLM(CausalLM):
 
     def library_name(self, name: str) -> str:
         """Return transformers' name of a parameter or buffer."""
-        return _source_of(self.config).library_name(name)
+        return get_library_source(self.config).library_name(name)
 
     def checkpoint_names(self, name: str) -> list[str]:
         """Override `CausalLM.checkpoint_names`. Files of some architectures have other names (`conversion`)."""
@@ -210,8 +226,11 @@ class TransformersCausalLM(CausalLM):
 
     @property
     def ignored_checkpoint_names(self) -> tuple[str, ...]:
-        """Override `CausalLM.ignored_checkpoint_names`: also the layers that predict further tokens."""
-        source = _source_of(self.config)
+        """Override `CausalLM.ignored_checkpoint_names`: also the layers of multi-token prediction, and a replaced head.
+
+        For example, DeepSeek-V3 has 61 layers, and files have `model.layers.61` for the prediction of the second token.
+        """
+        source = get_library_source(self.config)
         patterns = [*super().ignored_checkpoint_names]
         if self.config.has_new_head:
             patterns.append(rf"{source.head}\..*")
@@ -222,14 +241,8 @@ class TransformersCausalLM(CausalLM):
         return tuple(patterns)
 
 
-def _source_of(config: ModelConfig) -> TransformersModel:
-    if config.transformers is None:
-        raise ValueError(f"{config.architecture} is a model of dtrain")
-    return config.transformers
-
-
-def _float32_names(library_model: PreTrainedModel) -> Any:
-    """Return a function that checks whether a parameter stays in float32, whatever the model's dtype."""
+def _float32_names(library_model: PreTrainedModel) -> Callable[[str], bool]:
+    """Return a function of a parameter's name: whether the parameter stays in float32 in a model of another dtype."""
     patterns = library_model._keep_in_fp32_modules_strict or ()
 
     def is_float32(name: str) -> bool:
@@ -243,13 +256,18 @@ MAX_TRIED_ELEMENTS = 2**22
 
 
 def find_initial_values(library_model: PreTrainedModel) -> dict[str, str]:
-    """Return how transformers initialises each parameter of a decoder, as `CausalLM.initial_values`.
+    """Return the initial values of each parameter of a decoder, in the form of `CausalLM.initial_values`.
 
-    Linear layers and embeddings have normal weights and no bias at first. A module of another class, such as a norm, is
-    copied and initialised by transformers, and its values are read. Large parameters are those of experts, and normal.
+    Linear layers and embeddings start with normal weights and a bias of zeros. For other classes, such as norms, a copy
+    of the module is initialised by transformers, and its values decide: all 1 is "ones", any other constant "zeros".
+    Larger parameters than MAX_TRIED_ELEMENTS belong to experts, and are normal.
 
     Args:
         library_model: The model of transformers, on any device.
+
+    Example:
+        >>> find_initial_values(llama)
+        {"lm_head.bias": "zeros", "model.layers.0.input_layernorm.weight": "ones", ..., "*": "normal"}
     """
     kinds: dict[str, str] = {"lm_head.bias": "zeros"}
     decoder = decoder_of(library_model)
@@ -262,12 +280,14 @@ def find_initial_values(library_model: PreTrainedModel) -> dict[str, str]:
             copied = deepcopy(module).to_empty(device="cpu", recurse=False)
             for parameter in copied._parameters.values():
                 if parameter is not None:
-                    parameter.detach().zero_()  # transformers leaves some as they are, such as those of xIELU
+                    # `_init_weights` does not change some parameters, such as those of xIELU.
+                    parameter.detach().zero_()
             decoder._init_weights(copied)
             for key in parameters:
                 value = copied._parameters[key].detach()
-                if bool((value == value.flatten()[0]).all()):
-                    is_one = float(value.flatten()[0]) == 1.0
-                    kinds[f"model.{name}.{key}"] = "ones" if is_one else "zeros"
+                first = float(value.flatten()[0])
+                is_constant = bool((value == first).all())
+                if is_constant:
+                    kinds[f"model.{name}.{key}"] = "ones" if first == 1.0 else "zeros"
     kinds["*"] = "normal"
     return kinds

@@ -7,7 +7,7 @@ that has parameters, as FSDP2 does, so that it behaves like dtrain's:
     nn.Linear                          TransformersLinear: dtrain's `Linear`, so it may have an adapter
     nn.Embedding of the tokens         `VocabEmbedding`
     others (norms, routers, experts)   a class with a property for each parameter that returns `local(name)`
-    decoder layers                     also `TransformersLayer`, which keeps the running forward
+    decoder layers                     also `TransformersLayer`, which passes on the running forward
 
 A class that transformers derives from nn.Embedding, such as Gemma's scaled embedding, keeps its forward: the new class
 is derived from both, so that the `super().forward` of transformers' class is dtrain's.
@@ -32,17 +32,15 @@ ChangeTensor = Callable[[Tensor], Tensor]
 
 
 class TransformersLinear(Linear):
-    """A linear layer, called with one tensor. The context of adapters is that of the running forward.
+    """A linear layer that reads the adapters' context from the running forward, since transformers does not pass it.
 
     Attributes:
-        enter: Applied to the input. Set by the styles of `plan`.
-        leave: Applied to the output. Set by the styles of `plan`.
-        rotary_size: Elements of the rotary part in the latent of keys, in a model with multi-head latent attention.
+        enter: Function of the input, for example an all-reduce in the backward. None: unchanged. Set by `plan`.
+        leave: Function of the output, for example an all-reduce in the forward. None: unchanged. Set by `plan`.
     """
 
     enter: ChangeTensor | None = None
     leave: ChangeTensor | None = None
-    rotary_size: int | None = None
 
     def local(self, name: str) -> Tensor:
         """Override `LocalParameters.local`: the property `weight` calls it."""
@@ -50,9 +48,9 @@ class TransformersLinear(Linear):
 
     def forward(self, x: Tensor, adapters: AdapterContext | None = None) -> Tensor:
         """Override `Linear.forward`, [..., in] -> [..., out]."""
-        if adapters is None:
-            forward = get_running()
-            adapters = None if forward is None else forward.adapters
+        forward = get_running()
+        if adapters is None and forward is not None:
+            adapters = forward.adapters
         if self.enter is not None:
             x = self.enter(x)
         output = super().forward(x, adapters)
@@ -60,7 +58,10 @@ class TransformersLinear(Linear):
 
 
 class TransformersLayer(nn.Module):
-    """A decoder layer that keeps the running forward among its arguments (`running`)."""
+    """A decoder layer that has the running forward as an argument (`running`).
+
+    Activation checkpointing stores the arguments, and calls the layer with them again in the backward.
+    """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the layer. Its hooks, such as that of activation checkpointing, see the running forward."""
@@ -80,8 +81,9 @@ class LocalModule(LocalParameters):
     """Base of a module of transformers whose parameters are read through properties.
 
     Attributes:
-        enter: Applied to the inputs of a mixture's experts. Set by the styles of `plan`.
-        leave: Applied to the output. Set by the styles of `plan`.
+        enter: Function of each floating-point argument: hidden states and routing weights of a mixture's experts.
+            None: unchanged. Set by `plan`.
+        leave: Function of the output. None: unchanged. Set by `plan`.
     """
 
     enter: ChangeTensor | None = None
@@ -94,9 +96,11 @@ class LocalModule(LocalParameters):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the module."""
         if self.enter is not None:
-            args = tuple(
-                self.enter(arg) if isinstance(arg, Tensor) and arg.is_floating_point() else arg for arg in args
-            )
+            entered = []
+            for arg in args:
+                has_gradient = isinstance(arg, Tensor) and arg.is_floating_point()  # not so the indices of experts
+                entered.append(self.enter(arg) if has_gradient else arg)
+            args = tuple(entered)
         output = super().forward(*args, **kwargs)
         return output if self.leave is None else self.leave(output)
 
@@ -124,11 +128,17 @@ class Float32Module(LocalModule):
 
 @cache
 def _class_of(base: type[nn.Module], mixin: type[nn.Module], parameters: tuple[str, ...]) -> type[nn.Module]:
-    """Return a class derived from `mixin` and `base`, with a property for each of the parameters."""
+    """Return a class derived from `mixin` and `base`, with a property for each of the parameters.
+
+    For example, `_class_of(LlamaRMSNorm, LocalModule, ("weight",))` is what these lines would define:
+
+        class LlamaRMSNorm(LocalModule, LlamaRMSNorm):
+            weight = property(_reader("weight"))
+    """
     attributes: dict[str, Any] = {}
     for name in parameters:
         attributes[name] = property(_reader(name))
-    # The rows of VocabEmbedding come from the `super().forward` of transformers' class, so it is the last base.
+    # A scaled embedding of transformers calls `super().forward`, which must be VocabEmbedding's, so that is the last.
     bases = (base, mixin) if issubclass(mixin, VocabEmbedding) else (mixin, base)
     return type(base.__name__, bases, attributes)
 
@@ -174,13 +184,13 @@ def adopt_modules(
             _change_class(module, TransformersLinear, own_parameters)
         elif own_parameters or module._buffers:
             own_names = [f"{name}.{key}" for key in (*own_parameters, *module._buffers)]
-            has_rotary_tables = not own_parameters and not _has_persistent_buffers(module)
-            keeps = has_rotary_tables or any(is_float32(own_name) for own_name in own_names)
+            has_only_tables = not own_parameters and not _has_persistent_buffers(module)  # as rotary embeddings do
+            stays_float32 = has_only_tables or any(is_float32(own_name) for own_name in own_names)
             if has_stacked_experts(module):
                 _change_class(module, TransformersExperts, own_parameters)
                 module.count = module.num_experts
             else:
-                _change_class(module, Float32Module if keeps else LocalModule, own_parameters)
+                _change_class(module, Float32Module if stays_float32 else LocalModule, own_parameters)
     for layer in layers:
         _change_class(layer, TransformersLayer, ())
 
@@ -202,6 +212,7 @@ def _has_persistent_buffers(module: nn.Module) -> bool:
 
 
 def _change_class(module: nn.Module, mixin: type[nn.Module], parameters: tuple[str, ...]) -> None:
+    """Change the class of a module to one that is derived from it and `mixin` (`_class_of`)."""
     if type(module) is nn.Embedding:
         module.__class__ = VocabEmbedding
     else:

@@ -1,26 +1,27 @@
 """Tensor-parallel plans of transformers in dtrain's styles.
 
-A config of transformers has `base_model_tp_plan`, from patterns of names to styles. Each style becomes a function that
-shards a module of the model, and sets what the module does with its inputs and outputs:
+A config of transformers has `base_model_tp_plan`, which maps patterns of names to styles. For each style, dtrain has a
+function that shards the parameters of a module, and sets the collectives of its inputs and outputs (`enter`, `leave`):
 
     colwise                           rows of the weight; the input's gradient is summed over tp
     rowwise                           columns of the weight; the outputs are summed over tp
-    colwise_gather_output             as colwise, and the outputs are gathered
-    rowwise_split_input               as rowwise, for inputs that every rank has in full
-    replicated_with_grad_allreduce    a norm over heads: each rank has other heads, so gradients are summed
-    moe_tp_experts                    a mixture's experts, of which each rank computes a part of the inner size
-    moe_identity_expert               an expert that returns its input, which the ranks' sum must contain once
-    mla_kv_a_proj                     the latent of keys, whose rotary part every rank's heads read
-    embedding_rowwise                 rows of a table, whose outputs are summed
-    replicate, local_params           nothing
+    colwise_gather_output             as colwise, and the outputs are gathered; older name: colwise_rep
+    rowwise_split_input               as rowwise, for inputs that every rank has in full; older name: rowwise_rep
+    replicated_with_grad_allreduce    replicated; for a norm over heads: ranks have other heads, so gradients are summed
+    moe_tp_experts                    experts of a mixture: each rank computes a part of their inner size
+    moe_identity_expert               an expert that returns its input: divided by tp, because outputs are summed
+    mla_kv_a_proj                     replicated; the gradient of the rotary part of the latent is summed over tp
+    embedding_rowwise                 rows of a table; the outputs are summed over tp
+    replicate, local_params           replicated, as are the modules that the plan does not name
 
-A name may also be that of a parameter, such as a layer's attention sinks. "colwise" then shards its heads.
+A name may also be that of a parameter, such as a layer's attention sinks (`_shard_parameter`).
 
-Modules that the plan does not name are replicated. In transformers each module communicates by itself. Layers that are
-called with the same input one after the other share its entry (`running.SharedInput`).
+dtrain's own models have one collective for each block (`parallel.tensor`). Here, each layer has its own. Consecutive
+layers with the same input, such as q_proj, k_proj and v_proj, share one all-reduce of its gradient
+(`running.SharedInput`). Activations are not sharded along the sequence: `parallel.sequence_parallel=auto` means false.
 
-Gate and up projections that transformers joins in one matrix ("packed") cannot be cut into two parts of consecutive
-rows. Their weight is stored in full on every tp rank, and each rank computes with its own rows of both.
+transformers joins some gate and up projections in one matrix ("packed"). A rank needs rows of both, which are not
+consecutive. The joined weight is therefore stored unsharded on every tp rank, and each rank computes with its rows.
 """
 
 from collections.abc import Callable, Mapping
@@ -71,8 +72,8 @@ _NO_PLAN = "transformers has no tensor-parallel plan for this class"
 def make_plan(config: Any, model: CausalLM) -> dict[str, Any]:
     """Return the plan of a model, from patterns of dtrain's names to styles.
 
-    A class for which transformers has no plan, or a style that dtrain does not know, gets a plan whose application
-    raises UserError.
+    Making a plan never fails, because models are also built without tensor parallelism. If transformers has no plan for
+    the class, or dtrain does not know a style, the plan contains `_refuse`, which raises UserError when it is applied.
 
     Args:
         config: Config of transformers.
@@ -80,45 +81,70 @@ def make_plan(config: Any, model: CausalLM) -> dict[str, Any]:
     """
     library_plan: Mapping[str, str] | None = config.get_text_config().base_model_tp_plan
     head, head_style = ("lm_head", "vocab_head") if model.config.num_labels is None else ("score", "score_head")
-    names = dict(model.named_modules())
+    modules = dict(model.named_modules())
+    embeddings = [name for name, module in modules.items() if module is model.model.embed_tokens]
     if not library_plan:
         # Head and embedding may share a parameter, so both need a style.
-        embeddings = [name for name, module in names.items() if module is model.model.embed_tokens]
         return dict.fromkeys([head, *embeddings], partial(_refuse, _NO_PLAN))
     plan: dict[str, Any] = {"model": "decoder", head: head_style}
-    experts: set[str] = set()
-    parameters: dict[str, dict[str, str]] = {}  # for each pattern of modules, the styles of their parameters
-    for name, style in library_plan.items():
-        pattern = f"model.{name}"
-        parent, _, last = pattern.rpartition(".")
+    plan |= _translate_plan(library_plan, modules, getattr(config, "qk_rope_head_dim", None))
+    for name in embeddings:
+        plan.pop(name, None)  # the last entry that matches a module decides, so this one is moved to the end
+        plan[name] = "vocab_embedding"
+    for name, module in modules.items():
+        # Some plans of transformers have no style for these modules, although each rank has other inputs for them.
+        has_sharded_inputs = isinstance(module, XIELUActivation) or _is_head_norm(name, module, library_plan)
+        if has_sharded_inputs and not any(fnmatchcase(name, pattern) for pattern in plan):
+            plan[name] = summed
+    return plan
+
+
+def _translate_plan(
+    library_plan: Mapping[str, str], modules: Mapping[str, nn.Module], rotary_size: int | None
+) -> dict[str, StyleFunction]:
+    """Return dtrain's styles for a plan of transformers, by pattern of dtrain's names of modules.
+
+    For example, gpt-oss has these entries, of which the last two are one style of the module `layers.*.mlp.experts`:
+
+        layers.*.self_attn.q_proj               colwise
+        layers.*.self_attn.sinks                colwise, a parameter
+        layers.*.mlp.experts                    moe_tp_experts
+        layers.*.mlp.experts.gate_up_proj       packed_colwise, a parameter
+
+    Args:
+        library_plan: Styles of transformers by pattern, without the name of the decoder.
+        modules: The model's modules by name.
+        rotary_size: Elements of the rotary part in the latent of keys. None: no multi-head latent attention.
+    """
+    plan: dict[str, StyleFunction] = {}
+    experts: list[str] = []
+    parameter_styles: dict[str, dict[str, str]] = {}  # by pattern of modules, the styles of their parameters
+    for library_pattern, style in library_plan.items():
         if style in _NO_STYLES:
             continue
-        if any(fnmatchcase(module_name, pattern) for module_name in names):
+        pattern = f"model.{library_pattern}"
+        parent_pattern, _, parameter = pattern.rpartition(".")
+        if _match_modules(pattern, modules):
             if style == "moe_tp_experts":
-                experts.add(pattern)
+                experts.append(pattern)
+            elif style == "mla_kv_a_proj":
+                plan[pattern] = AdapterStyle(partial(latent_keys, rotary_size=rotary_size))
             else:
-                refused = AdapterStyle(partial(_refuse, f"{name}: dtrain does not know the style {style}"))
+                refused = AdapterStyle(partial(_refuse, f"{library_pattern}: dtrain does not know the style {style}"))
                 plan[pattern] = _STYLES.get(style, refused)
-        elif any(
-            fnmatchcase(module_name, parent) and last in module._parameters for module_name, module in names.items()
-        ):
-            parameters.setdefault(parent, {})[last] = style
+        elif any(parameter in parent._parameters for parent in _match_modules(parent_pattern, modules)):
+            parameter_styles.setdefault(parent_pattern, {})[parameter] = style
     for pattern in experts:
-        # Experts that are a list of modules, such as those of Phi-MoE's older classes, have styles of their own.
-        plan[pattern] = partial(shard_experts, styles=parameters.pop(pattern, {}))
-    for pattern, styles in parameters.items():
+        # Experts that are a list of modules, such as those of Phi-MoE's older classes, have no parameters themselves.
+        plan[pattern] = partial(shard_experts, styles=parameter_styles.pop(pattern, {}))
+    for pattern, styles in parameter_styles.items():
         plan[pattern] = partial(shard_parameters, styles=styles)
-    for name, module in names.items():
-        if module is model.model.embed_tokens:
-            plan.pop(name, None)
-            plan[name] = "vocab_embedding"
-        elif isinstance(module, XIELUActivation) or _is_head_norm(name, module, library_plan):
-            # Some plans of transformers have no style for them, although each rank has other inputs.
-            if not any(fnmatchcase(name, pattern) for pattern in plan):
-                plan[name] = summed
-        elif isinstance(module, TransformersLinear):
-            module.rotary_size = getattr(config, "qk_rope_head_dim", None)
     return plan
+
+
+def _match_modules(pattern: str, modules: Mapping[str, nn.Module]) -> list[nn.Module]:
+    """Return the modules whose names match a pattern."""
+    return [module for name, module in modules.items() if fnmatchcase(name, pattern)]
 
 
 def _is_head_norm(name: str, module: nn.Module, library_plan: Mapping[str, str]) -> bool:
@@ -136,7 +162,7 @@ def _is_head_norm(name: str, module: nn.Module, library_plan: Mapping[str, str])
 
 
 class _PlannedRanks(TensorParallel):
-    """Tensor-parallel ranks that do not exist: rank 0 of a mesh without process groups. Styles can be applied to it."""
+    """Rank 0 of a tensor-parallel mesh without processes, to check that all styles of a plan can be applied."""
 
     @property
     def rank(self) -> int:
@@ -229,14 +255,19 @@ def rowwise_split(module: TransformersLinear, tp: TensorParallel) -> None:
     module.enter = partial(slice_for_sharded, dim=-1, group=tp.group)
 
 
-def latent_keys(module: TransformersLinear, tp: TensorParallel) -> None:
-    """Replicate the projection to the latent of keys, [latent, rotary part].
+def latent_keys(module: TransformersLinear, tp: TensorParallel, rotary_size: int | None) -> None:
+    """Replicate the projection to the latent of keys, [..., latent + rotary_size].
 
-    The latent enters a colwise layer, which sums its gradient. The rotary part is read by the heads of every rank.
+    The gradient of the latent is summed by the colwise layer that reads it. The gradient of the rotary part, which the
+    heads of every rank read without another layer, is summed here.
+
+    Args:
+        module: The projection.
+        tp: The tensor-parallel ranks.
+        rotary_size: Elements of the rotary part. None: the config has no field for it, which is an error.
     """
     _require_linear(module, "mla_kv_a_proj")
     distribute_parameters(module, tp, module._parameters, Replicate())
-    rotary_size = module.rotary_size
     if rotary_size is None:
         raise UserError(f"parallel.tp={tp.size}: the config of the model has no qk_rope_head_dim")
 
@@ -280,24 +311,35 @@ def shard_parameters(module: LocalModule, tp: TensorParallel, styles: Mapping[st
 
 
 def _shard_parameter(module: LocalModule, tp: TensorParallel, name: str, style: str) -> None:
-    """Shard a parameter by the style that transformers has for it. Its outputs are the dimension before the last.
+    """Shard a parameter by the style that transformers has for it.
 
-    For example, "colwise" shards the 64 heads of sinks [64], and the inner size of up_proj [E, inner, D]. The experts
-    of Llama 4 are transposed: gate_up_proj [E, D, 2·inner] is "packed_rowwise", and down_proj [E, inner, D] "colwise".
+    In transformers' stacks of matrices, "colwise" means the dimension before the last and "rowwise" the last. "packed"
+    means that this dimension contains two matrices, one after the other. A bias or a vector has only "colwise":
+
+        sinks [H]                                   colwise          H
+        up_proj [E, inner, D]                       colwise          inner
+        gate_up_proj [E, 2·inner, D]                packed_colwise   2·inner
+        down_proj [E, D, inner]                     rowwise          inner
+        gate_up_proj [E, D, 2·inner] of Llama 4     packed_rowwise   2·inner
     """
     parameter = module._parameters.get(name)
     if parameter is None:
         return
-    outputs = max(parameter.dim() - 2, 0)
-    dims = {"colwise": outputs, "packed_colwise": outputs, "rowwise": parameter.dim() - 1}
-    dims["packed_rowwise"] = parameter.dim() - 1
-    dim = dims.get(style)
-    if dim is None or (dim == 0 and "packed" in style) or (parameter.dim() == 1 and style == "rowwise"):
+    is_packed = style.startswith("packed_")
+    direction = style.removeprefix("packed_")
+    if direction == "colwise":
+        dim = max(parameter.dim() - 2, 0)
+    else:
+        dim = parameter.dim() - 1
+    is_vector = parameter.dim() == 1
+    is_known = direction in ("colwise", "rowwise") and not (is_vector and direction == "rowwise")
+    if not is_known or (is_packed and dim == 0):
         raise UserError(f"parallel.tp={tp.size}: dtrain does not know the style {style} of {name}")
-    num_parts = 2 * tp.size if "packed" in style else tp.size
+    num_parts = 2 * tp.size if is_packed else tp.size
     if parameter.shape[dim] % num_parts:
         raise UserError(f"parallel.tp={tp.size} does not divide the {parameter.shape[dim]} elements of {name}")
-    if "packed" in style:
+    if is_packed:
+        # A rank's rows of both matrices are not consecutive, so the parameter is replicated, and the rows are selected.
         select = partial(_select_packed, dim=dim, tp=tp)
         distribute_parameters(module, tp, [name], Replicate(), grad=Partial(), select=select)
     else:
@@ -347,6 +389,7 @@ def _require_local(module: nn.Module) -> None:
         raise UserError(f"a {type(module).__name__} has no parameters to shard")
 
 
+# Styles of modules. `_translate_plan` adds those that need more than the module.
 _STYLES: dict[str, StyleFunction] = {
     "colwise": AdapterStyle(enter_colwise),
     "rowwise": AdapterStyle(leave_rowwise),
@@ -355,7 +398,6 @@ _STYLES: dict[str, StyleFunction] = {
     "rowwise_split_input": AdapterStyle(rowwise_split),
     "rowwise_rep": AdapterStyle(rowwise_split),
     "replicated_with_grad_allreduce": summed,
-    "mla_kv_a_proj": AdapterStyle(latent_keys),
     "moe_identity_expert": divide_identity,
     "embedding_rowwise": vocab_rows,
 }

@@ -1,13 +1,15 @@
 """The proof at a run's start that a model of transformers computes the same in dtrain as in transformers.
 
-A model of transformers may do anything: scale logits by a field that dtrain does not know, have a mask of its own, or
-mix the tokens of neighbouring documents in a convolution. Nothing of this raises an error, and all of it gives wrong
-numbers. So a small copy of the model (`shrinking`) with random weights in float64 is computed in two ways, and the loss
-and the gradients of all parameters are compared:
+A model of transformers may scale logits by a field that dtrain does not know, have a mask of its own, or mix the tokens
+of neighbouring documents in a convolution. None of these raises an error, and each gives wrong numbers. Therefore,
+dtrain builds a small copy of the model (`shrinking`) with random weights in float64, and compares the loss and the
+gradients of all parameters between these computations:
 
-    expected   transformers' own `...ForCausalLM` with its eager attention, its own head and one document at a time
-    packed     dtrain's model of the same weights, with all documents in one row and padding at the end
-    padded     dtrain's model with one document in each row, and padding at the end
+    expected   `...ForCausalLM` of transformers with its eager attention and its head, one document at a time
+    packed     dtrain's model with the same weights, all documents in one row with padding at the end
+    padded     the same model, each document in a row of its own with padding at the end
+
+`Copy` has both models. Each computation returns a `Computed`, and `find_difference` compares two of them.
 
 If only the packed row differs, some layer does not separate documents, and the model can be trained on padded rows with
 parallel.cp=1. `find_leak` finds this layer. If both differ, dtrain cannot train the model.
@@ -41,7 +43,12 @@ from dtrain.models.building import build
 from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.decoder import CausalLM
 from dtrain.models.common.micro_batch import MicroBatchContext
-from dtrain.models.transformers.config import build_library_model, make_library_config, read_transformers_config
+from dtrain.models.transformers.config import (
+    build_library_model,
+    get_library_source,
+    make_library_config,
+    read_transformers_config,
+)
 from dtrain.models.transformers.running import DoublePrecision
 from dtrain.models.transformers.shrinking import FIRST_TOKEN, SmallConfig, small_configs
 from dtrain.parallel.apply import apply_plan
@@ -63,13 +70,13 @@ _MAX_PARAMETERS = 3 * 10**8
 
 @dataclass(frozen=True)
 class Proof:
-    """What is known about a model of transformers.
+    """Result of `prove` for a model of transformers.
 
     Attributes:
         problem: Why dtrain cannot train the model. Empty if it can.
         leak: The part of the model that mixes the tokens of different documents, such as "linear_attn
             (Qwen3NextGatedDeltaNet)". Empty if the model separates documents.
-        kept: Sizes of the copy that are those of the model.
+        kept: Sizes that the copy has in common with the model (`shrinking.SmallConfig.kept`).
     """
 
     problem: str = ""
@@ -194,7 +201,7 @@ class Copy:
         gradients = {}
         parameters = dict(self.library_model.named_parameters())
         for name, parameter in self.model.named_parameters():
-            gradient = parameters[_library_name(self.config, name)].grad
+            gradient = parameters[get_library_source(self.config).library_name(name)].grad
             gradients[name] = torch.zeros(parameter.shape, dtype=torch.float64) if gradient is None else gradient
         return Computed(float(total.detach()), gradients)
 
@@ -215,27 +222,31 @@ class Copy:
         return compute(self.model, self.config, streams, has_one_document=True)
 
     def find_leak(self) -> str:
-        """Return the first part of a layer whose output for a packed row is not that of each document."""
-        packed = self._packed_streams()
-        outputs: dict[str, Tensor] = {}
-        with torch.no_grad(), _record_outputs(self.model, outputs):
-            compute(self.model, self.config, packed, has_gradients=False)
-        start = 0
-        for document in self.documents[:-1]:
-            start += len(document)
+        """Return the first part of a layer whose output for a document depends on the documents before it.
+
+        The outputs for the last document of the packed row are compared with those for a row of this document only. For
+        example, the last of the documents of 11, 6 and 9 tokens has the positions 17 to 25 of the packed row.
+        """
+        packed_row = self._packed_streams()
+        packed_outputs: dict[str, Tensor] = {}
+        with torch.no_grad(), _record_outputs(self.model, packed_outputs):
+            compute(self.model, self.config, packed_row, has_gradients=False)
         last = self.documents[-1]
-        alone: dict[str, Tensor] = {}
-        row = _row_of(last, 0, 0)
-        with torch.no_grad(), _record_outputs(self.model, alone):
-            compute(self.model, self.config, row, has_gradients=False, has_one_document=True)
-        for name, output in outputs.items():
-            shape = output.shape
-            if name not in alone or output.dim() != 3 or shape[1] != packed["input_ids"].shape[1]:
+        single_outputs: dict[str, Tensor] = {}
+        with torch.no_grad(), _record_outputs(self.model, single_outputs):
+            compute(self.model, self.config, _row_of(last, 0, 0), has_gradients=False, has_one_document=True)
+
+        start = sum(len(document) for document in self.documents[:-1])
+        packed_length = packed_row["input_ids"].shape[1]
+        for name, packed in packed_outputs.items():
+            single = single_outputs.get(name)
+            # Only outputs [B, S, D] can be cut into documents. Routers, for example, return [tokens, experts].
+            if single is None or packed.dim() != 3 or packed.shape[1] != packed_length:
                 continue
-            part = output[:, start : start + len(last)]
-            if part.shape != alone[name].shape:
+            of_last = packed[:, start : start + len(last)]
+            if of_last.shape != single.shape:
                 continue
-            if float((part - alone[name]).abs().max()) > TOLERANCE * float(part.abs().max()):
+            if float((of_last - single).abs().max()) > TOLERANCE * float(of_last.abs().max()):
                 module = self.model.get_submodule(name)
                 return f"{name.rpartition('.')[2]} ({type(module).__name__})"
         return f"a layer of {self.config.architecture}"
@@ -281,7 +292,7 @@ def prove_on_mesh(values: Mapping[str, Any], mesh: Mesh, rotate: str, device: to
         Over tp and cp.
     """
     for small in small_configs(values, mesh.tp.size()):
-        # The same on every rank, because the copy depends on nothing else than the config.
+        # All ranks continue with the same copy, because it only depends on the config.
         try:
             copy = Copy.of(small, device)
             expected = copy.packed()
@@ -296,7 +307,7 @@ def prove_on_mesh(values: Mapping[str, Any], mesh: Mesh, rotate: str, device: to
 
 @contextmanager
 def _errors_of_library(what: str) -> Iterator[None]:
-    """Context in which any error becomes NotComputable: "it cannot be built: ..."."""
+    """Context in which any error but UserError becomes NotComputable, whose text starts with "it cannot {what}: "."""
     try:
         yield
     except UserError:
@@ -306,7 +317,7 @@ def _errors_of_library(what: str) -> Iterator[None]:
 
 
 def _row_of(document: Tensor, number: int, padding: int) -> dict[str, Tensor]:
-    """Return the streams of a document with padding after it, [1, S] each.
+    """Return the streams of a row with one document and padding after it, [1, S] each.
 
     Args:
         document: Token ids.
@@ -426,15 +437,6 @@ def _add_noise(model: PreTrainedModel, generator: torch.Generator) -> None:
 @torch.no_grad()
 def _copy_weights(model: CausalLM, library_model: PreTrainedModel) -> None:
     """Copy parameters and the buffers that are in files. Other buffers were computed by dtrain."""
-    source = library_model.state_dict()
+    library_tensors = library_model.state_dict()
     for name, tensor in model.state_dict().items():
-        tensor.copy_(source[_library_name(model.config, name)])
-
-
-def _library_name(config: ModelConfig, name: str) -> str:
-    """Return the name in transformers of a parameter or buffer."""
-    source = config.transformers
-    assert source is not None
-    if name.startswith("lm_head."):
-        return name.replace("lm_head", source.head, 1)
-    return name.replace("model", source.prefix, 1)
+        tensor.copy_(library_tensors[get_library_source(model.config).library_name(name)])
