@@ -1,7 +1,8 @@
 """Attention masks of one forward, in the form of the model's kernel.
 
-`AttentionMasks` reads the positions and documents of a micro-batch once, and prepares a mask for each kind of layer
-when it is first requested. Layers with the same window share a mask.
+`AttentionMasks` reads the positions and documents of a micro-batch once. The first layer with a window prepares the
+mask of this window, and later layers with the same window share it. For example, the 34 layers of Gemma 3 4B need two
+masks.
 """
 
 from typing import Any
@@ -77,8 +78,14 @@ class AttentionMasks:
         return self._kernel.keys(self._positions, context.seq_ids, packing)
 
     def _visibility(self, window: int | None, image_ends: Tensor | None) -> Visibility:
-        """Return the mask of the layers with a window. `image_ends` is that of `Visibility.query_ends`."""
+        """Return the mask of the layers with a window, in the form that all kernels read.
+
+        Args:
+            window: As in `for_window`.
+            image_ends: As `Visibility.query_ends`. None: the layers do not see images up to their ends.
+        """
         packing = self._context.packing
+        # Without positions and documents of the keys, the mask is causal, or the packing describes it.
         uses_packing = packing is not None and self._kernel.takes_packing and image_ends is None
         if self._keys is None or uses_packing:
             return Visibility(self._length, self._length, window, rows=self._num_rows, packing=packing)

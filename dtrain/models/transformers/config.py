@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -78,7 +78,7 @@ def read_transformers_config(values: Mapping[str, Any], where: str) -> ModelConf
     architecture = class_of(config).__name__
     try:
         model = build_library_model(config, ATTENTION)
-    except KeyError as error:  # in classes with a table of their own of attention implementations
+    except KeyError as error:  # raised by classes that look up the attention in a table of their own, such as Falcon
         raise UserError(f"{where}: the attention of {architecture} cannot be replaced by dtrain's ({error})") from error
     problems = _find_problems(config, model)
     if problems:
@@ -177,9 +177,10 @@ def class_of(config: PretrainedConfig) -> type[PreTrainedModel]:
 
 
 def find_classifier(values: Mapping[str, Any]) -> str | None:
-    """Return the name of transformers' classifier of rows for a config.json. None if there is none as dtrain has it.
+    """Return the name of transformers' sequence classifier for a config.json, in whose form reward models are exported.
 
-    dtrain's has the decoder of the language model, and a head `score` without a bias.
+    None if transformers has no such class, or if its parameters are not those of dtrain's classifier: the decoder of
+    the language model, and a head `score` without a bias.
     """
     config = make_library_config(values, "config.json")
     cls = transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
@@ -215,7 +216,14 @@ def build_library_model(config: PretrainedConfig, attention: str, device: str = 
 
 
 def record_attention(config: PretrainedConfig) -> list[RecordedAttention | None]:
-    """Return the attention of each layer. None for a layer without attention."""
+    """Run the model on the meta device, and return the shapes of each layer's attention.
+
+    Args:
+        config: The config of transformers.
+
+    Returns:
+        One entry for each layer. None for a layer without attention, such as one with Mamba.
+    """
     recorded: dict[int, RecordedAttention] = {}
 
     def record(
@@ -232,6 +240,7 @@ def record_attention(config: PretrainedConfig) -> list[RecordedAttention | None]
         is_causal: bool | None = None,
         **unused: object,
     ) -> tuple[Tensor, None]:
+        """Record the arguments of an attention function of transformers, whose shapes `running.attend` describes."""
         check_attention(module, attention_mask, dropout=dropout, softcap=softcap, is_causal=is_causal)
         recorded[get_layer_index(module)] = RecordedAttention(
             heads=query.shape[1],
@@ -247,7 +256,7 @@ def record_attention(config: PretrainedConfig) -> list[RecordedAttention | None]
     model = build_library_model(config, _RECORDING)
     for module in model.modules():
         if type(module).__name__.endswith("Experts"):
-            module.forward = _unless_unknown(module.forward)
+            module.forward = _forward_on_meta(module.forward)
     ids = torch.zeros((1, _PROBE_TOKENS), dtype=torch.int64, device="meta")
     positions = torch.zeros((1, _PROBE_TOKENS), dtype=torch.int64, device="meta")
     with torch.no_grad(), _quiet():
@@ -256,11 +265,12 @@ def record_attention(config: PretrainedConfig) -> list[RecordedAttention | None]
     return [recorded.get(index) for index in range(num_layers)]
 
 
-def _unless_unknown(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return the forward of experts that may depend on values, which meta tensors do not have.
+def _forward_on_meta(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a forward of experts that also runs on meta tensors.
 
-    Most mixtures call `compute_experts`, which does not depend on values. Some, such as DBRX, loop over the experts
-    that tokens have. The shape of their output is that of their input.
+    Most mixtures call `compute_experts`, which runs on the meta device. Some, such as DBRX, loop over the experts that
+    the router has selected, which meta tensors do not have: torch raises NotImplementedError. The input is then
+    returned, because the output has the same shape.
     """
 
     def compute(hidden_states: Tensor, *routing: Any, **further: Any) -> Tensor:
@@ -273,7 +283,7 @@ def _unless_unknown(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _find_problems(config: PretrainedConfig, model: PreTrainedModel) -> list[str]:
-    """Return what dtrain cannot train of a model on the meta device."""
+    """Return the parts of a model on the meta device that dtrain cannot train. Empty if it can train the model."""
     problems = []
     text_config = config.get_text_config()
     if text_config is not config:
@@ -310,15 +320,24 @@ class ModelNames:
 
 
 def is_tied(config: PretrainedConfig) -> bool:
-    """Check whether head and embedding share their weight. Some configs do not have the field."""
+    """Check whether head and embedding share their weight. Configs without the field do not."""
     return bool(getattr(config, "tie_word_embeddings", False))
 
 
 def find_names(model: PreTrainedModel) -> ModelNames | None:
-    """Return the names of a model's parts. None if it has not the parts of a causal language model."""
+    """Return the names of a model's parts. None if the model does not consist of these parts.
+
+    The model must have two children, a linear head and a decoder. The decoder must contain the embedding of the tokens,
+    and exactly one list with as many modules as the config has layers. For example, the parts of GPT-2 are:
+
+        lm_head                 head
+        transformer             prefix
+        transformer.wte         embedding
+        transformer.h           layers
+    """
     try:
         head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    except NotImplementedError:  # transformers has not found the embedding
+    except NotImplementedError:  # raised by transformers if the class has no attribute with a usual name
         return None
     if head is None or type(head) is not nn.Linear or not isinstance(embedding, nn.Embedding):
         return None
@@ -331,7 +350,7 @@ def find_names(model: PreTrainedModel) -> ModelNames | None:
     if not isinstance(decoder, PreTrainedModel):
         return None
     embeddings = [name for name, child in decoder.named_modules() if child is embedding]
-    layers: list[str] = []
+    layers: list[str] = []  # names of the outermost lists of this length: a layer may contain such a list, too
     for name, child in decoder.named_modules():
         is_nested = any(name.startswith(f"{outer}.") for outer in layers)
         if isinstance(child, nn.ModuleList) and len(child) == num_layers and not is_nested:
@@ -346,9 +365,7 @@ def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
     names = find_names(model)
     if names is None:
         raise ValueError(f"{type(model).__name__} has no decoder that dtrain knows")
-    decoder = model.get_submodule(names.prefix)
-    assert isinstance(decoder, PreTrainedModel)  # find_names has checked it
-    return decoder
+    return cast(PreTrainedModel, model.get_submodule(names.prefix))  # find_names has checked the type
 
 
 def _model_config(
@@ -357,33 +374,48 @@ def _model_config(
     model: PreTrainedModel,
     layers: list[RecordedAttention | None],
 ) -> ModelConfig:
-    """Return the config of a model on the meta device whose attention was recorded."""
+    """Return dtrain's config of a model.
+
+    Sizes of attention come from the recorded layers. The other fields have the same names in all families, or a default
+    that only matters to `dtrain plan`, because the modules of transformers read their own config.
+
+    Args:
+        values: The fields of config.json.
+        config: The config of transformers.
+        model: The model of transformers on the meta device.
+        layers: The recorded attention of each layer (`record_attention`).
+    """
+    architecture = class_of(config).__name__
     names = find_names(model)
     attention = [layer for layer in layers if layer is not None]
     if names is None or not attention:
-        raise UserError(f"{class_of(config).__name__} has no layer whose attention dtrain computes")
-    first = next((layer for layer in attention if layer.window is None), attention[0])
-    layer_types = []
+        raise UserError(f"{architecture} has no layer whose attention dtrain computes")
+    # The config has one number of heads and one scale. They are those of a layer with full attention, if there is one.
+    main = next((layer for layer in attention if layer.window is None), attention[0])
+    layer_types: list[str] = []
     kv_heads_by_type: dict[str, KVHeads] = {}
     for layer in layers:
-        kind = LINEAR
-        if layer is not None:
-            kind = FULL if layer.window is None else SLIDING
-            if kv_heads_by_type.setdefault(kind, layer.kv) != layer.kv or layer.heads != first.heads:
-                raise UserError(f"{class_of(config).__name__}: its layers of the type {kind} have different heads")
-        layer_types.append(kind)
+        if layer is None:
+            layer_types.append(LINEAR)
+            continue
+        layer_type = FULL if layer.window is None else SLIDING
+        layer_types.append(layer_type)
+        kv_heads = kv_heads_by_type.setdefault(layer_type, layer.kv)
+        if layer.kv != kv_heads or layer.heads != main.heads:
+            raise UserError(f"{architecture}: its layers of the type {layer_type} have different heads")
     windows = [layer.window for layer in attention if layer.window is not None]
     head = model.get_submodule(names.head)
-    bos, eos = getattr(config, "bos_token_id", None), getattr(config, "eos_token_id", None)
+    bos = getattr(config, "bos_token_id", None)
+    softcap = getattr(config, "final_logit_softcapping", getattr(config, "logits_soft_cap", None))
     return ModelConfig(
-        architecture=class_of(config).__name__,
+        architecture=architecture,
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
         intermediate_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
         num_hidden_layers=config.num_hidden_layers,
-        num_attention_heads=first.heads,
-        num_key_value_heads=first.kv.count,
-        head_dim=first.kv.head_dim,
+        num_attention_heads=main.heads,
+        num_key_value_heads=main.kv.count,
+        head_dim=main.kv.head_dim,
         max_position_embeddings=getattr(config, "max_position_embeddings", None) or 2**30,
         hidden_act=str(getattr(config, "hidden_act", "")),
         rms_norm_eps=float(getattr(config, "rms_norm_eps", None) or 1e-6),
@@ -392,12 +424,12 @@ def _model_config(
         layer_types=tuple(layer_types),
         sliding_window=max(windows, default=None),
         ropes={},
-        attention_scale=first.scale,
+        attention_scale=main.scale,
         kv_heads_by_type=kv_heads_by_type,
         has_sinks=any(layer.has_sinks for layer in attention),
-        final_logit_softcapping=getattr(config, "final_logit_softcapping", getattr(config, "logits_soft_cap", None)),
+        final_logit_softcapping=softcap,
         bos_token_id=bos if isinstance(bos, int) else None,
-        eos_token_ids=tuple(eos) if isinstance(eos, list | tuple) else () if eos is None else (eos,),
+        eos_token_ids=_eos_token_ids(config),
         pad_token_id=model.get_input_embeddings().padding_idx,
         dtype=str(config.dtype).removeprefix("torch.") if config.dtype is not None else None,
         transformers=TransformersModel(
@@ -425,6 +457,16 @@ def _num_stacked_experts(model: PreTrainedModel) -> int | None:
     return counts.pop() if len(counts) == 1 else None
 
 
+def _eos_token_ids(config: PretrainedConfig) -> tuple[int, ...]:
+    """Return the ids of `eos_token_id`, which is one id, a list of ids, or None."""
+    eos = getattr(config, "eos_token_id", None)
+    if eos is None:
+        return ()
+    if isinstance(eos, list | tuple):
+        return tuple(eos)
+    return (eos,)
+
+
 def _experts_per_token(config: PretrainedConfig) -> int | None:
     """Return the number of experts that compute a token. None if no field has it."""
     for name in TOP_K_NAMES:
@@ -445,16 +487,21 @@ def _logit_factor(config: PretrainedConfig) -> float:
 
 
 def _max_document_length(config: PretrainedConfig, model: PreTrainedModel) -> int | None:
-    """Return the longest document that the model computes right. None if any length is.
+    """Return the largest number of tokens of a document for which the model's positions are right. None: no limit.
 
-    It is limited by a table of positions, and by rotary tables that depend on the longest row of a micro-batch.
+    Two kinds of models have a limit. Learned positions (GPT-2) are an embedding with `max_position_embeddings` rows.
+    Rotary embeddings of the types "dynamic" and "longrope" change their tables when a row is longer than
+    `original_max_position_embeddings`, so a document's numbers would depend on the other rows of the micro-batch.
     """
     for child in decoder_of(model).modules():
         if isinstance(child, nn.Embedding) and child is not model.get_input_embeddings():
             return int(getattr(config, "max_position_embeddings", child.num_embeddings))
-    parameters = getattr(config, "rope_parameters", None) or {}
-    sections = parameters.values() if all(isinstance(value, dict) for value in parameters.values()) else [parameters]
-    for section in sections:
-        if section and section.get("rope_type") in _LENGTH_DEPENDENT_ROPES:
-            return int(section.get("original_max_position_embeddings") or config.max_position_embeddings)
+    rope_parameters = getattr(config, "rope_parameters", None) or {}
+    # The field has the parameters, or in models with several rotary embeddings a dictionary of them by layer type.
+    ropes = [rope_parameters]
+    if all(isinstance(value, dict) for value in rope_parameters.values()):
+        ropes = list(rope_parameters.values())
+    for rope in ropes:
+        if rope.get("rope_type") in _LENGTH_DEPENDENT_ROPES:
+            return int(rope.get("original_max_position_embeddings") or config.max_position_embeddings)
     return None

@@ -30,10 +30,10 @@ from dtrain.parallel.collectives import all_reduce_in_backward
 
 
 class SharedInput:
-    """The last tensor that entered tensor parallelism, so that layers with the same input share its entry.
+    """Cache of the last input of a colwise layer, so that layers with the same input share one all-reduce.
 
-    For example, q_proj, k_proj and v_proj have one input. It enters once, so that the backward adds up the gradients of
-    the three before it sums over the ranks.
+    For example, q_proj, k_proj and v_proj are called with the same tensor. All three read the result of one
+    `all_reduce_in_backward`, so autograd adds up their three gradients first, and then sums them over the ranks.
     """
 
     def __init__(self) -> None:
@@ -41,10 +41,10 @@ class SharedInput:
         self._entered: Tensor | None = None
 
     def enter(self, hidden: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """Return `hidden`, whose gradient is summed over the ranks.
+        """Return a tensor with the values of `hidden`, whose gradient is summed over the ranks.
 
         Collectives:
-            One all-reduce in the backward for each input, however often it enters in a row.
+            One all-reduce in the backward for consecutive calls with the same tensor.
         """
         if self._entered is None or self._input is not hidden:
             self._input, self._entered = hidden, all_reduce_in_backward(hidden, group)
@@ -57,12 +57,12 @@ class SharedInput:
 
 @dataclass(frozen=True, eq=False)
 class RunningForward:
-    """What attention and linear layers read of a micro-batch.
+    """The state of a forward that attention and linear layers read. Either `masks` or `cache` is None.
 
     Attributes:
         kernel: The model's attention kernel.
-        masks: Its masks. None with a cache.
-        cache: KV cache, which attends in place of the kernel.
+        masks: Masks of the micro-batch. None with a KV cache.
+        cache: KV cache, which computes attention in place of the kernel. None in training.
         adapters: Whether adapters take part, and their dropout.
         is_double: Whether the model is in float64, so that all of it computes in float64 (`DoublePrecision`).
         shared_input: The last input of a sharded linear layer.

@@ -1,11 +1,12 @@
 """Small copies of configs of the transformers library, for the proof at a run's start.
 
 A copy has every kind of layer of the model, a few of each, and small sizes. For example, a model of 61 layers of which
-the first three are dense, with 128 heads, 256 experts and a window of 4096 tokens, becomes one of 4 layers, 2 heads, 16
+the first three are dense, with 128 heads, 256 experts and a window of 4096 tokens, becomes one of 4 layers, 2 heads, 32
 experts and a window of 4.
 
-transformers has no list of what a config's fields mean, so fields are found by their names, and a copy that cannot be
-built or has other kinds of layers is replaced by a larger one (`small_configs`).
+The fields of a config have different names and meanings in each family, and transformers has no description of them.
+They are therefore found by their names. A name may mislead: a copy may then not run, or have other kinds of layers than
+the model. `small_configs` leaves such copies out, and continues with larger ones, in which fewer fields are changed.
 """
 
 import math
@@ -44,7 +45,7 @@ class SmallConfig:
 
     Attributes:
         values: Fields of the copy's config.json.
-        kept: Sizes that are those of the model, such as "heads", because a copy with smaller ones was tried first.
+        kept: Groups of sizes that are not reduced: "heads", "inner sizes" and "experts". Empty for the smallest copy.
     """
 
     values: dict[str, Any]
@@ -52,7 +53,9 @@ class SmallConfig:
 
 
 def small_configs(values: Mapping[str, Any], tp: int = 1) -> Iterator[SmallConfig]:
-    """Return small copies of a config that have the model's kinds of layers, the smallest copy first.
+    """Yield small copies of a config that have the model's kinds of layers, the smallest copy first.
+
+    The caller takes the first copy that runs.
 
     Args:
         values: The fields of config.json.
@@ -60,9 +63,8 @@ def small_configs(values: Mapping[str, Any], tp: int = 1) -> Iterator[SmallConfi
     """
     config = make_library_config(values, "config.json")
     kinds = find_layer_kinds(config)
-    wanted = set(kinds)
     full = {**config.to_dict(), "architectures": values.get("architectures"), "torch_dtype": None, "dtype": None}
-    names = config.attribute_map
+    names = config.attribute_map  # the family's names of common fields, such as num_hidden_layers: n_layer in GPT-2
     for kept in ((), ("heads",), ("heads", "inner sizes"), ("heads", "inner sizes", "experts")):
         for layers in _layer_choices(kinds):
             small = dict(full)
@@ -76,13 +78,16 @@ def small_configs(values: Mapping[str, Any], tp: int = 1) -> Iterator[SmallConfi
                 _shrink_inner_sizes(small, tp)
             if "experts" not in kept:
                 _shrink_experts(small)
-            if _has_kinds(small, wanted):
+            if _has_kinds(small, set(kinds)):
                 yield SmallConfig(small, kept)
                 break
 
 
 def find_layer_kinds(config: PretrainedConfig) -> list[tuple[object, ...]]:
-    """Return the kind of each layer: the classes of its modules, and whether its attention has a window or sinks."""
+    """Return the kind of each layer: the classes of its modules, and whether its attention has a window or sinks.
+
+    Kinds are only compared with each other. Modules of single experts are left out, because a copy has fewer experts.
+    """
     model = build_library_model(config, ATTENTION)
     names = find_names(model)
     if names is None:
@@ -111,10 +116,11 @@ def _has_kinds(values: Mapping[str, Any], wanted: set[tuple[object, ...]]) -> bo
 
 
 def _layer_choices(kinds: list[tuple[object, ...]]) -> list[list[int]]:
-    """Return selections of layers, the shortest one first.
+    """Return selections of layers that may have all kinds of layers, the shortest one first.
 
-    Which one has all kinds depends on how the config describes them. A list with an entry for each layer can be cut to
-    any selection. A number such as first_k_dense_replace, or the period of a pattern, needs the first layers.
+    Which selection works depends on how the config describes the kinds. A list with an entry for each layer, such as
+    `layer_types`, can be cut to any selection. A number such as `first_k_dense_replace`, or the period of a pattern,
+    only works with all layers up to the last kind.
 
     Example:
         >>> _layer_choices(["dense", "dense", "sparse", "sparse"])
@@ -128,13 +134,20 @@ def _layer_choices(kinds: list[tuple[object, ...]]) -> list[list[int]]:
 
 
 def _cut_layers(values: dict[str, Any], names: Mapping[str, str], num_layers: int, layers: list[int]) -> None:
-    """Cut the number of layers, and lists with an entry for each layer."""
+    """Reduce a config in place to a selection of layers.
+
+    Args:
+        values: The fields.
+        names: The family's names of common fields.
+        num_layers: Number of layers of the model.
+        layers: Indices of the selected layers.
+    """
     values[names.get("num_hidden_layers", "num_hidden_layers")] = len(layers)
     for name, value in values.items():
         if isinstance(value, list | tuple) and len(value) == num_layers and name != "architectures":
             values[name] = [value[index] for index in layers]
         elif isinstance(value, list) and name.endswith(("_layers", "_idxs", "_layer_ids", "_indices")):
-            # Numbers of layers.
+            # The entries are indices of layers, for example of those with experts. Renumber the layers that remain.
             if all(isinstance(entry, int) for entry in value):
                 values[name] = [layers.index(entry) for entry in value if entry in layers]
 
@@ -158,7 +171,11 @@ def _shrink_windows(values: dict[str, Any]) -> None:
 
 
 def _shrink_heads(values: dict[str, Any], names: Mapping[str, str], tp: int) -> None:
-    """Shrink the numbers of heads by factors, and the hidden size. The sizes of heads stay."""
+    """Reduce the numbers of heads and the hidden size. The size of a head stays, because rotary tables depend on it.
+
+    For example, 32 query heads and 8 key heads become 4 and 2 for tp = 1: two key heads with two query heads each. For
+    tp = 4 they become 8 and 4.
+    """
     heads_name = names.get("num_attention_heads", "num_attention_heads")
     kv_name = names.get("num_key_value_heads", "num_key_value_heads")
     size_name = names.get("hidden_size", "hidden_size")
@@ -170,16 +187,18 @@ def _shrink_heads(values: dict[str, Any], names: Mapping[str, str], tp: int) -> 
         kv_heads = heads
     small_kv_heads = _small_divisor(kv_heads, max(2, tp))
     group = heads // kv_heads
+    # Two query heads for each key head show errors in repeating keys, and tp must divide the query heads.
     small_group = _small_divisor(group, max(min(2, group), tp // small_kv_heads))
     small_heads = small_kv_heads * small_group
     if values.get(kv_name) is not None:
         values[kv_name] = small_kv_heads
     values[heads_name] = small_heads
-    has_own_head_size = any("head_dim" in name and value for name, value in values.items())
-    if has_own_head_size and hidden_size != heads * (values.get("head_dim") or 0):
+    has_head_size_field = any("head_dim" in name and value for name, value in values.items())
+    if has_head_size_field and hidden_size != heads * (values.get("head_dim") or 0):
+        # The family stores the size of a head in a field, so the hidden size is free.
         values[size_name] = min(hidden_size, _MAX_SIZE)
     else:
-        # Some classes take it for granted that this product is the hidden size.
+        # The class may compute the size of a head as hidden_size // heads, so the quotient must stay.
         values[size_name] = hidden_size // heads * small_heads
 
 
@@ -215,7 +234,10 @@ def _shrink_inner_sizes(values: dict[str, Any], tp: int) -> None:
 
 
 def _shrink_experts(values: dict[str, Any]) -> None:
-    """Shrink the number of experts to twice those of a token, or two for each group."""
+    """Reduce the number of experts to twice those of a token, and at least two for each group of experts.
+
+    For example, DeepSeek-V3 selects 8 experts of a token from 4 of 8 groups: 8 · max(2, 2 · 8 / 4) = 32 experts.
+    """
     top_k = max((values.get(name) or 1 for name in TOP_K_NAMES), default=1)
     groups = values.get("n_group") or values.get("num_expert_group") or 1
     chosen_groups = values.get("topk_group") or 1

@@ -1,7 +1,12 @@
 """Setup of models of the transformers library: options that they do not have, and the proof of their numbers.
 
-`models.transformers.proof` explains the proof. Its results are stored in the cache directory of the recipe, so that
-only the first run of a model spends the seconds that it takes. A result is stored only if the model can be trained.
+`models.transformers.proof` explains the proof, which takes seconds. There are three entry points:
+
+    check_files            called by the checks of a recipe: the proof in one process
+    prove_on_first_rank    called by rank 0 of a run: the same proof, read from the cache if it is stored
+    prove_on_mesh          called by all ranks of a run with tensor or context parallelism: mesh against one process
+
+Results are stored in the cache directory of the recipe (`cache/proofs/<digest>.json`), if the model can be trained.
 """
 
 import json
@@ -33,7 +38,10 @@ _UNPROVED_FIELDS = ("_name_or_path", "transformers_version", "torch_dtype", "dty
 
 
 def check_models(inputs: RunInputs) -> list[Problem]:
-    """Refuse options that dtrain does not have for models of transformers. No transformers without such a model."""
+    """Return the options of a recipe that do not apply to its model of transformers.
+
+    transformers is not imported for other models.
+    """
     config = inputs.readable_config
     if config is None or config.transformers is None:
         return []
@@ -94,10 +102,7 @@ def check_files(inputs: RunInputs) -> list[Problem]:
     if inputs.original_recipe.train.compile is True and config is not None and config.transformers is not None:
         text = f"train.compile=true: the layers of {config.architecture} are those of transformers and run uncompiled"
         problems.append(Problem("train.compile", text, "Leave it out"))
-    for key, model in inputs.library_models.items():
-        proof = _read_or_prove(model, inputs.cache, is_stored=inputs.cache.is_dir())
-        problems += proof_problems(proof, key, _path_of(inputs, key), inputs.recipe)
-    return problems
+    return problems + _prove_models(inputs, is_stored=inputs.cache.is_dir())
 
 
 def prove_on_first_rank(inputs: RunInputs) -> None:
@@ -106,20 +111,28 @@ def prove_on_first_rank(inputs: RunInputs) -> None:
     Raises:
         RecipeError: If the recipe cannot train them.
     """
-    problems: list[Problem] = []
-    for key, model in inputs.library_models.items():
-        proof = _read_or_prove(model, inputs.cache, is_stored=True)
-        problems += proof_problems(proof, key, _path_of(inputs, key), inputs.recipe)
+    problems = _prove_models(inputs, is_stored=True)
     if problems:
         raise RecipeError(problems)
 
 
-def _path_of(inputs: RunInputs, key: str) -> Path:
-    return inputs.source.path if key == "model.path" else inputs.other_models[key].path
+def _prove_models(inputs: RunInputs, is_stored: bool) -> list[Problem]:
+    """Prove the policy and other models of a recipe that are models of transformers.
+
+    Args:
+        inputs: The recipe and its models.
+        is_stored: Whether to store results in the cache directory. Stored results are read in any case.
+    """
+    problems: list[Problem] = []
+    for key, model in inputs.library_models.items():
+        path = inputs.source.path if key == "model.path" else inputs.other_models[key].path
+        proof = _read_or_prove(model, inputs.cache, is_stored)
+        problems += proof_problems(proof, key, path, inputs.recipe)
+    return problems
 
 
 def proof_problems(proof: "Proof", key: str, path: Path, recipe: Recipe) -> list[Problem]:
-    """Return what the proof of a model means for a recipe.
+    """Return the problems of a recipe that follow from the proof of one of its models.
 
     Args:
         proof: The proof.
@@ -146,6 +159,7 @@ def proof_problems(proof: "Proof", key: str, path: Path, recipe: Recipe) -> list
 
 
 def _read_or_prove(model: TransformersModel, cache: Path, is_stored: bool) -> "Proof":
+    """Return the stored proof of a model. If there is none, prove the model, and store the proof if `is_stored`."""
     from dtrain.models.transformers.proof import Proof, prove  # loads transformers
 
     path = _result_path(cache, model.values)
@@ -161,7 +175,7 @@ def _read_or_prove(model: TransformersModel, cache: Path, is_stored: bool) -> "P
 def prove_on_mesh(
     recipe: Recipe, models: Mapping[str, TransformersModel], mesh: Mesh, device: torch.device, ranks: Ranks
 ) -> None:
-    """Prove that models of transformers have the same numbers on the run's mesh as in one process.
+    """Prove that models of transformers compute the same loss and gradients on the run's mesh as in one process.
 
     Args:
         recipe: The recipe.
@@ -171,11 +185,11 @@ def prove_on_mesh(
         ranks: All ranks of the run.
 
     Raises:
-        RecipeError: On every rank, if a model has not.
+        RecipeError: On every rank, if a model computes other numbers.
 
     Collectives:
-        For each model one broadcast. If its result is not stored, also those of a forward and backward, and one
-        all-gather of objects.
+        For each model one broadcast. If its result is not stored, also those of a forward and backward, one all-gather
+        of objects and another broadcast.
     """
     if mesh.tp.size() == 1 and mesh.cp.size() == 1:
         return
@@ -188,11 +202,12 @@ def prove_on_mesh(
         path = _result_path(recipe.cache, model.values, axes)
         if ranks.run_on_first(path.is_file):
             continue
-        differences = ranks.gather_results(partial(proof.prove_on_mesh, model.values, mesh, rotate, device))
-        found = [difference for difference in differences if difference is not None]
-        if found:
-            problems.append(_mesh_problem(recipe, key, found[0]))
+        difference_by_rank = ranks.gather_results(partial(proof.prove_on_mesh, model.values, mesh, rotate, device))
+        differences = [difference for difference in difference_by_rank if difference is not None]
+        if differences:
+            problems.append(_mesh_problem(recipe, key, differences[0]))
         else:
+            # An empty result: the existence of the file is all that the next run reads.
             ranks.run_on_first(partial(_store, path, {}))
     if problems:
         raise RecipeError(problems)
@@ -201,10 +216,11 @@ def prove_on_mesh(
 def _mesh_problem(recipe: Recipe, key: str, difference: str) -> Problem:
     """Return the problem of a model that computes other numbers on the mesh."""
     sizes = {"parallel.tp": recipe.parallel.tp, "parallel.cp": recipe.parallel.cp}
-    settings = [f"{axis}={size}" for axis, size in sizes.items() if size > 1]
-    axes = [setting.partition("=")[0] for setting in settings]
-    text = f"{' and '.join(settings)}: in a small copy of the model of {key}, {difference}, compared with one rank"
-    return Problem(axes[0], text, f"Set {' and '.join(f'{axis}=1' for axis in axes)}")
+    axes = [axis for axis, size in sizes.items() if size > 1]
+    settings = " and ".join(f"{axis}={sizes[axis]}" for axis in axes)
+    fix = " and ".join(f"{axis}=1" for axis in axes)
+    text = f"{settings}: in a small copy of the model of {key}, {difference}, compared with one rank"
+    return Problem(axes[0], text, f"Set {fix}")
 
 
 def _result_path(cache: Path, values: Mapping[str, Any], axes: Mapping[str, Any] | None = None) -> Path:
