@@ -9,6 +9,7 @@ import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -255,18 +256,23 @@ def _unsupported(values: Mapping[str, Any], where: str) -> str:
     """Return the error of an architecture that dtrain does not have."""
     names = _architecture_names(values)
     shown_names = " or ".join(map(str, names[:5]))[:200]
-    library = ""
-    if find_spec("transformers") is None:
-        library = (
-            " dtrain also trains the models of the transformers library, which is not installed: pip install "
-            "'dtrain[transformers]'."
-        )
     own = "For a family of your own, set model.family, or --family of a command, to its import path"
     similar = _similar_architectures(str(names[0])) if names else []
     known = "docs/models.md lists dtrain's families"
     if similar:
         known = f"Similar families of dtrain are {', '.join(similar)}; docs/models.md lists all"
-    return f"{where}: architecture {shown_names} is not supported.{library} {own}. {known}"
+    if find_spec("transformers") is None:
+        library = (
+            "dtrain also trains the models of the transformers library, which is not installed: pip install "
+            "'dtrain[transformers]'"
+        )
+    else:
+        installed, model_type = version("transformers"), values.get("model_type")
+        library = (
+            f"The installed transformers {installed} has no model_type {model_type} either. A newer release may have it. "
+            "Code of a model's repository is never run"
+        )
+    return f"{where}: architecture {shown_names} is not supported. {own}. {known}. {library}"
 
 
 def _similar_architectures(name: str) -> list[str]:

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from dtrain.attention.context import GatherKernel
 from dtrain.attention.kernels import SdpaKernel
+from dtrain.base.errors import UserError
 from dtrain.models import build, parse_config
 from dtrain.parallel.apply import apply_plan
 from dtrain.parallel.collectives import all_reduce
@@ -125,6 +126,22 @@ def on_four_ranks(rank, expected):
 def test_fewer_key_heads_than_ranks():
     expected = {model_type: compute_expected(oracle_of(model_type)) for model_type in ("glm4", "starcoder2")}
     assert run_world(on_four_ranks, 4, expected) == [{}] * 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"hidden_size": "x36"}, "hidden_size"),
+        ({"layer_types": ["sliding_attention", "weird_attention"]}, "weird_attention"),
+        ({"hidden_act": "blurb"}, "does not know 'blurb'"),
+    ],
+)
+def test_a_wrong_field_is_refused_on_one_line_that_names_the_file(changes, named):
+    values = {**tiny_config("cohere2").to_dict(), "architectures": ["Cohere2ForCausalLM"], **changes}
+    with pytest.raises(UserError, match=named) as refusal:
+        parse_config(values, "m/config.json")
+    assert str(refusal.value).startswith("m/config.json: transformers")
+    assert "\n" not in str(refusal.value)
 
 
 def test_a_class_without_a_plan_is_refused_under_tp_only():

@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
@@ -39,6 +40,9 @@ TOP_K_NAMES = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_
 """Fields with the number of experts that compute a token."""
 # Kinds of rotary embedding whose tables depend on the longest row of a micro-batch.
 _LENGTH_DEPENDENT_ROPES = ("dynamic", "longrope")
+# What transformers raises for a field with a wrong value: its validation raises the first, and code that computes from
+# the field the others.
+_FIELD_ERRORS = (StrictDataclassError, KeyError, TypeError, ValueError, ZeroDivisionError)
 
 
 @dataclass(frozen=True)
@@ -78,8 +82,12 @@ def read_transformers_config(values: Mapping[str, Any], where: str) -> ModelConf
     architecture = class_of(config).__name__
     try:
         model = build_library_model(config, ATTENTION)
-    except KeyError as error:  # raised by classes that look up the attention in a table of their own, such as Falcon
-        raise UserError(f"{where}: the attention of {architecture} cannot be replaced by dtrain's ({error})") from error
+    except _FIELD_ERRORS as error:
+        # Some classes, such as Falcon, look up their attention in a table of their own, which does not have dtrain's.
+        if isinstance(error, KeyError) and error.args == (ATTENTION,):
+            text = f"{where}: the attention of {architecture} cannot be replaced by dtrain's ({error})"
+            raise UserError(text) from error
+        raise UserError(_describe_field_error(error, where)) from error
     problems = _find_problems(config, model)
     if problems:
         lines = [f"{where}: {architecture} of transformers {transformers.__version__} with"]
@@ -91,7 +99,7 @@ def read_transformers_config(values: Mapping[str, Any], where: str) -> ModelConf
         if isinstance(error, TypeError | AttributeError) and "NoneType" in reason:
             reason = f"its layers read an attention mask, which dtrain does not make ({reason})"
         raise UserError(f"{where}: {architecture} does not run on dtrain's attention: {reason}") from error
-    return _model_config(values, config, model, layers)
+    return _model_config(values, config, model, layers, where)
 
 
 def is_known_model_type(model_type: object) -> bool:
@@ -115,7 +123,7 @@ def make_library_config(values: Mapping[str, Any], where: str) -> PretrainedConf
         )
     if not is_known_model_type(model_type):
         raise UserError(f"{where}: transformers {transformers.__version__} has no model of the type {model_type}")
-    config = _parse(values)
+    config = _parse(values, where)
     for name in dropout_fields(config):
         setattr(config, name, 0.0)
     cls = class_of(config)
@@ -134,12 +142,28 @@ def get_library_source(config: ModelConfig) -> TransformersModel:
     return config.transformers
 
 
-def _parse(values: Mapping[str, Any]) -> PretrainedConfig:
-    """Return the fields of a config.json as transformers' config of their model type."""
+def _parse(values: Mapping[str, Any], where: str) -> PretrainedConfig:
+    """Return the fields of a config.json as transformers' config of their model type.
+
+    Raises:
+        UserError: If transformers refuses a field.
+    """
     with _quiet():
         # transformers writes an infinity as {"__float__": "Infinity"}.
         fields = PretrainedConfig._decode_special_floats(dict(values))
-        return transformers.CONFIG_MAPPING[values["model_type"]].from_dict(fields)
+        try:
+            return transformers.CONFIG_MAPPING[values["model_type"]].from_dict(fields)
+        except _FIELD_ERRORS as error:
+            raise UserError(_describe_field_error(error, where)) from error
+
+
+def _describe_field_error(error: Exception, where: str) -> str:
+    """Return the message for an error of transformers about a field, on one line."""
+    reason = " ".join(str(error).split())
+    if isinstance(error, KeyError):
+        reason = f"it does not know {reason}"  # the text of a KeyError is only the key
+    text = f"{where}: transformers {transformers.__version__} does not take its fields: {reason}"
+    return f"{text}. Correct the file, or download it again"
 
 
 def dropout_fields(config: PretrainedConfig) -> dict[str, float]:
@@ -373,6 +397,7 @@ def _model_config(
     config: PretrainedConfig,
     model: PreTrainedModel,
     layers: list[RecordedAttention | None],
+    where: str,
 ) -> ModelConfig:
     """Return dtrain's config of a model.
 
@@ -384,12 +409,13 @@ def _model_config(
         config: The config of transformers.
         model: The model of transformers on the meta device.
         layers: The recorded attention of each layer (`record_attention`).
+        where: Name of the file in errors.
     """
     architecture = class_of(config).__name__
     names = find_names(model)
     attention = [layer for layer in layers if layer is not None]
     if names is None or not attention:
-        raise UserError(f"{architecture} has no layer whose attention dtrain computes")
+        raise UserError(f"{where}: {architecture} has no layer whose attention dtrain computes")
     # The config has one number of heads and one scale. They are those of a layer with full attention, if there is one.
     main = next((layer for layer in attention if layer.window is None), attention[0])
     layer_types: list[str] = []
@@ -402,7 +428,7 @@ def _model_config(
         layer_types.append(layer_type)
         kv_heads = kv_heads_by_type.setdefault(layer_type, layer.kv)
         if layer.kv != kv_heads or layer.heads != main.heads:
-            raise UserError(f"{architecture}: its layers of the type {layer_type} have different heads")
+            raise UserError(f"{where}: {architecture}: its layers of the type {layer_type} have different heads")
     windows = [layer.window for layer in attention if layer.window is not None]
     head = model.get_submodule(names.head)
     bos = getattr(config, "bos_token_id", None)
@@ -435,7 +461,7 @@ def _model_config(
         transformers=TransformersModel(
             version=transformers.__version__,
             values=dict(values),
-            omitted_noise=tuple(dropout_fields(_parse(values))),
+            omitted_noise=tuple(dropout_fields(_parse(values, "config.json"))),
             prefix=names.prefix,
             embedding=names.embedding,
             layers=names.layers,
