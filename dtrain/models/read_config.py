@@ -269,8 +269,8 @@ def _unsupported(values: Mapping[str, Any], where: str) -> str:
     else:
         installed, model_type = version("transformers"), values.get("model_type")
         library = (
-            f"The installed transformers {installed} has no model_type {model_type} either. A newer release may have it, "
-            "and code of a model's repository is never run"
+            f"The installed transformers {installed} has no model_type {model_type} either. A newer release may have "
+            "it, and code of a model's repository is never run"
         )
     return f"{where}: architecture {shown_names} is not supported. {own}. {known}. {library}"
 
