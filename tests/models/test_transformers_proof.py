@@ -287,3 +287,11 @@ def test_half_precision_trains(tmp_path, dtype):
     expected = trajectory(run(recipe_of(tmp_path, LlamaForCausalLM, name="expected")))
     ((loss, *_),) = trajectory(run(recipe_of(tmp_path, LlamaForCausalLM, f"train.dtype={dtype}")))
     assert loss == pytest.approx(expected[0][0], rel=1e-2)
+
+
+def test_a_checked_plan_leaves_nothing_to_the_run_in_the_same_process(tmp_path):
+    """A rank of torchrun checks the recipe, whose plan is applied to ranks that do not exist, and then trains."""
+    recipe = recipe_of(tmp_path, LlamaForCausalLM, TP2, "train.micro_batch=4", "train.dtype=float32")
+    assert preflight(recipe, 2) == []
+    run(recipe, 2)
+    assert len(trajectory(recipe)) == 1

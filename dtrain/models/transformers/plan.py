@@ -184,7 +184,9 @@ def find_plan_problem(model: CausalLM, size: int) -> str | None:
     """
     if refused := _find_refusal(model.plan):
         return f"parallel.tp={size}: {refused}"
-    mesh = DeviceMesh("cpu", list(range(size)), mesh_dim_names=("tp",), _init_backend=False, _rank=0)
+    # DTensor caches meshes by their sizes and names. Under the name "tp", a later run in this process would get this
+    # mesh, which has no process group.
+    mesh = DeviceMesh("cpu", list(range(size)), mesh_dim_names=("planned_tp",), _init_backend=False, _rank=0)
     tp = _PlannedRanks(mesh, False, model.config.num_key_value_heads)
     modules = dict(model.named_modules())
     try:
