@@ -106,7 +106,7 @@ def expected(model, sizes, recipe, eval_mode):
         columns = -(-model.vocab_size // tp)
         tokens = recipe.train.micro_batch * LENGTH // cp
         found["all-gather"] += micro * math.ceil(tokens / head_tile_rows(columns, "cpu"))  # the loss
-        found["all-reduce"] += backward * partial_gradients(model, tp, recipe.parallel.sequence_parallel)
+        found["all-reduce"] += backward * partial_gradients(model, tp, bool(recipe.parallel.sequence_parallel))
     if cp > 1:
         found["all-gather"] += micro  # positions and documents
         if recipe.parallel.cp_rotate == "allgather":

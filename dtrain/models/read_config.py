@@ -139,7 +139,7 @@ def parse_config(
 
 def _is_native(values: Mapping[str, Any]) -> bool:
     """Check whether dtrain has a model of its own for the fields of a config.json."""
-    names = _architecture_names(values)
+    names = [name for name in _architecture_names(values) if isinstance(name, str)]
     return any(name in families() or architecture_of_classifier(name) is not None for name in names)
 
 

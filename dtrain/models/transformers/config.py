@@ -114,7 +114,8 @@ def make_library_config(values: Mapping[str, Any], where: str) -> PretrainedConf
         UserError: If the installed transformers has no causal language model of this kind.
     """
     model_type = values.get("model_type")
-    names = values.get("architectures") or [None]
+    names = values.get("architectures")
+    names = names if isinstance(names, list) and names else [names]
     shown = names[0] or f"model_type {model_type}"
     if values.get("auto_map") and model_type not in transformers.CONFIG_MAPPING:
         raise UserError(

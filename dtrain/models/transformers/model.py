@@ -266,7 +266,8 @@ def find_initial_values(library_model: PreTrainedModel) -> dict[str, str]:
         library_model: The model of transformers, on any device.
 
     Example:
-        >>> find_initial_values(llama)
+        For a Llama:
+
         {"lm_head.bias": "zeros", "model.layers.0.input_layernorm.weight": "ones", ..., "*": "normal"}
     """
     kinds: dict[str, str] = {"lm_head.bias": "zeros"}
