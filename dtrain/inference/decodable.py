@@ -33,7 +33,7 @@ def refuse_undecodable(config: ModelConfig) -> None:
 
 
 def find_decoding_problem(config: ModelConfig) -> str | None:
-    """Return why the engine cannot generate with a model. None if it can. No collective.
+    """Return the problem of generating with a model by the engine, or None. No collective.
 
     The check of a model of transformers takes about a second, once for each config of a process.
     """

@@ -476,7 +476,7 @@ class _ConversionTarget:
 
 @dataclass(frozen=True)
 class _SourceTarget(_Target):
-    """One of the tensors of a checkpoint that a `_ConversionTarget` consists of. Its only part is on meta.
+    """A source tensor of a `_ConversionTarget`, by its name in the checkpoint. Its one part is a meta tensor.
 
     Attributes:
         group: The tensors of the model.

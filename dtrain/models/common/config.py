@@ -431,7 +431,10 @@ class ModelConfig:
         """For each layer, the number of keys that a query sees. None: all. Models of transformers may have several."""
         if self.transformers is not None:
             return self.transformers.windows
-        return tuple(self.sliding_window if kind == SLIDING else None for kind in self.layer_types)
+        windows: list[int | None] = []
+        for kind in self.layer_types:
+            windows.append(self.sliding_window if kind == SLIDING else None)
+        return tuple(windows)
 
     @property
     def num_experts(self) -> int | None:

@@ -1,8 +1,8 @@
 """Configs of models of the transformers library: from a config.json to a `ModelConfig`.
 
 The sizes of attention do not come from the fields of the config, whose names differ between families, but from the
-model itself: its forward runs once on the meta device, with an attention function that records the shapes of its
-arguments (`record_attention`). For example, DeepSeek-V3's layers report 128 query heads, 128 key heads, heads of 192
+model itself: its forward runs once on the meta device, and the running forward records the shapes of each attention
+(`record_attention`). For example, DeepSeek-V3's layers report 128 query heads, 128 key heads, heads of 192
 elements in queries and keys, and of 128 in values.
 """
 
@@ -10,7 +10,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -20,17 +20,17 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
 
+from dtrain.attention.kernels import SdpaKernel
 from dtrain.base.errors import UserError
 from dtrain.models.common.config import FULL, LINEAR, SLIDING, KVHeads, ModelConfig, TransformersModel
 from dtrain.models.transformers.experts import compute_experts
 from dtrain.models.transformers.modules import has_stacked_experts
-from dtrain.models.transformers.running import UNSET, Unset, attend, check_attention, get_layer_index, get_window
+from dtrain.models.transformers.running import RunningForward, attend, running
 
 ATTENTION = "dtrain"
 """Name of dtrain's attention in transformers' registry."""
 EXPERTS = "dtrain"
 """Name of dtrain's experts in transformers' registry."""
-_RECORDING = "dtrain_recording"
 _PROBE_TOKENS = 4  # tokens of the row with which shapes are recorded
 
 # Fields that change logits after the head, in the forward of a `...ForCausalLM`, which dtrain does not call.
@@ -93,7 +93,7 @@ def read_transformers_config(values: Mapping[str, Any], where: str) -> ModelConf
         lines = [f"{where}: {architecture} of transformers {transformers.__version__} with"]
         raise UserError("\n".join([*lines, *(f"  - {problem}" for problem in problems)]))
     try:
-        layers = record_attention(config)
+        layers = record_attention(model)
     except Exception as error:  # noqa: BLE001 - any class of transformers may raise anything here
         reason = str(error)
         if isinstance(error, TypeError | AttributeError) and "NoneType" in reason:
@@ -240,54 +240,49 @@ def build_library_model(config: PretrainedConfig, attention: str, device: str = 
     return model.train()
 
 
-def record_attention(config: PretrainedConfig) -> list[RecordedAttention | None]:
-    """Run the model on the meta device, and return the shapes of each layer's attention.
+@dataclass(frozen=True, eq=False)
+class _RecordingForward(RunningForward):
+    """A running forward that records the shapes of attention and computes none.
+
+    Attributes:
+        recorded: The recorded shapes by number of the layer.
+    """
+
+    recorded: dict[int, RecordedAttention] = field(default_factory=dict)
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, sinks: Tensor | None
+    ) -> Tensor:
+        """Override `RunningForward.attend`: record the arguments, and return a tensor without values."""
+        self.recorded[layer] = RecordedAttention(
+            heads=q.shape[2],
+            kv=KVHeads(k.shape[2], k.shape[-1], v.shape[-1]),
+            scale=scale,
+            window=window,
+            has_sinks=sinks is not None,
+        )
+        return q.new_empty((*q.shape[:3], v.shape[-1]))
+
+
+def record_attention(model: PreTrainedModel) -> list[RecordedAttention | None]:
+    """Run a model on the meta device, and return the shapes of each layer's attention.
 
     Args:
-        config: The config of transformers.
+        model: The model of transformers with dtrain's attention, on the meta device. Its experts are changed.
 
     Returns:
         One entry for each layer. None for a layer without attention, such as one with Mamba.
     """
-    recorded: dict[int, RecordedAttention] = {}
-
-    def record(
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        scaling: float | None = None,
-        dropout: float = 0.0,
-        sliding_window: int | None | Unset = UNSET,
-        s_aux: Tensor | None = None,
-        softcap: float | None = None,
-        is_causal: bool | None = None,
-        **unused: object,
-    ) -> tuple[Tensor, None]:
-        """Record the arguments of an attention function of transformers, whose shapes `running.attend` describes."""
-        check_attention(module, attention_mask, dropout=dropout, softcap=softcap, is_causal=is_causal)
-        recorded[get_layer_index(module)] = RecordedAttention(
-            heads=query.shape[1],
-            kv=KVHeads(key.shape[1], key.shape[-1], value.shape[-1]),
-            scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
-            window=get_window(module, sliding_window),
-            has_sinks=s_aux is not None,
-        )
-        output = query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
-        return output, None
-
-    AttentionInterface.register(_RECORDING, record)
-    model = build_library_model(config, _RECORDING)
     for module in model.modules():
         if type(module).__name__.endswith("Experts"):
             module.forward = _forward_on_meta(module.forward)
     ids = torch.zeros((1, _PROBE_TOKENS), dtype=torch.int64, device="meta")
     positions = torch.zeros((1, _PROBE_TOKENS), dtype=torch.int64, device="meta")
-    with torch.no_grad(), _quiet():
+    forward = _RecordingForward(SdpaKernel(), masks=None, cache=None, adapters=None)
+    with torch.no_grad(), _quiet(), running(forward):
         decoder_of(model)(input_ids=ids, position_ids=positions, use_cache=False)
-    num_layers = config.get_text_config().num_hidden_layers
-    return [recorded.get(index) for index in range(num_layers)]
+    num_layers = model.config.get_text_config().num_hidden_layers
+    return [forward.recorded.get(index) for index in range(num_layers)]
 
 
 def _forward_on_meta(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -430,7 +425,10 @@ def _model_config(
         kv_heads = kv_heads_by_type.setdefault(layer_type, layer.kv)
         if layer.kv != kv_heads or layer.heads != main.heads:
             raise UserError(f"{where}: {architecture}: its layers of the type {layer_type} have different heads")
-    windows = [layer.window for layer in attention if layer.window is not None]
+    window_by_layer: list[int | None] = []
+    for layer in layers:
+        window_by_layer.append(None if layer is None else layer.window)
+    windows = [window for window in window_by_layer if window is not None]
     head = model.get_submodule(names.head)
     bos = getattr(config, "bos_token_id", None)
     softcap = getattr(config, "final_logit_softcapping", getattr(config, "logits_soft_cap", None))
@@ -471,7 +469,7 @@ def _model_config(
             logit_factor=_logit_factor(config),
             num_parameters=sum(parameter.numel() for parameter in model.parameters() if parameter.dim() > 1),
             max_document_length=_max_document_length(config, model),
-            windows=tuple(None if layer is None else layer.window for layer in layers),
+            windows=tuple(window_by_layer),
             num_experts=_num_stacked_experts(model),
             experts_per_token=_experts_per_token(config),
         ),

@@ -118,7 +118,7 @@ class Conversion:
 
     @property
     def is_by_expert(self) -> bool:
-        """Whether each row of the results depends on one expert of the sources, so that experts can be selected."""
+        """Whether row i of every result is computed from expert i only. Other experts then need not be read."""
         return self.converter is not None and _stacks_first_dim(self.converter.operations)
 
 

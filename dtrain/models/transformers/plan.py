@@ -176,7 +176,7 @@ class _PlannedRanks(TensorParallel):
 
 
 def find_plan_problem(model: CausalLM, size: int) -> str | None:
-    """Return why a model cannot be sharded over `size` tensor-parallel ranks. None if it can. No collective.
+    """Return the first problem of sharding a model over `size` tensor-parallel ranks, or None. No collective.
 
     Args:
         model: A model on the meta device, which is sharded in place.
@@ -199,7 +199,7 @@ def find_plan_problem(model: CausalLM, size: int) -> str | None:
 
 
 def _find_refusal(plan: Mapping[str, Any]) -> str | None:
-    """Return why a plan shards nothing. None if it has styles."""
+    """Return the reason for refusing tensor parallelism that a plan contains, or None."""
     for style in plan.values():
         if isinstance(style, partial) and style.func is _refuse:
             return str(style.args[0])

@@ -130,7 +130,7 @@ def _prove_copy(copy: "Copy", expected: Computed, small: SmallConfig) -> Proof:
 
 
 def find_difference(computed: Computed, expected: Computed) -> str | None:
-    """Return how the loss or a gradient differs from what is expected. None if they agree within TOLERANCE."""
+    """Return a description of the largest difference in loss or gradients. None if it is within TOLERANCE."""
     error = abs(computed.loss - expected.loss) / abs(expected.loss)
     if not error <= TOLERANCE:
         return f"the loss is {computed.loss:.8g} in place of {expected.loss:.8g}"

@@ -93,7 +93,7 @@ def find_layer_kinds(config: PretrainedConfig) -> list[tuple[object, ...]]:
     if names is None:
         raise ValueError(f"{config.model_type} has no list of layers")
     layers = cast(nn.ModuleList, decoder_of(model).get_submodule(names.layers))
-    attention: list[RecordedAttention | None] = record_attention(config)
+    attention: list[RecordedAttention | None] = record_attention(model)
     kinds: list[tuple[object, ...]] = []
     for layer, recorded in zip(layers, attention, strict=True):
         classes = tuple(
