@@ -147,13 +147,22 @@ def _transformers_config(values: dict[str, Any], where: str, labels: int | None,
     """Return the config of a model of the transformers library. The arguments are those of `parse_config`."""
     if find_spec("transformers") is None:
         if implementation == "auto":
-            raise UserError(_unsupported(values, where))
+            hint = (
+                "dtrain also trains the models of the transformers library, which is not installed: pip install "
+                "'dtrain[transformers]'"
+            )
+            raise UserError(_unsupported(values, where, hint))
         text = "model.implementation=transformers needs the transformers library: pip install 'dtrain[transformers]'"
         raise UserError(text)
     from dtrain.models.transformers.config import is_known_model_type, read_transformers_config  # loads transformers
 
     if implementation == "auto" and not is_known_model_type(values.get("model_type")):
-        raise UserError(_unsupported(values, where))
+        installed, model_type = version("transformers"), values.get("model_type")
+        hint = (
+            f"The installed transformers {installed} has no model_type {model_type} either. A newer release may have "
+            "it, and code of a model's repository is never run"
+        )
+        raise UserError(_unsupported(values, where, hint))
     problems: list[str] = []
     architecture = str(next(iter(_architecture_names(values)), ""))
     written_outputs = None
@@ -249,11 +258,18 @@ def _architecture(values: dict[str, Any], where: str) -> str:
     for name in _architecture_names(values):
         if isinstance(name, str) and name in families():
             return name
-    raise UserError(_unsupported(values, where))
+    hint = "model.implementation=native excludes the modules of the transformers library. Set it to auto to use them"
+    raise UserError(_unsupported(values, where, hint))
 
 
-def _unsupported(values: Mapping[str, Any], where: str) -> str:
-    """Return the error of an architecture that dtrain does not have."""
+def _unsupported(values: Mapping[str, Any], where: str, library_hint: str) -> str:
+    """Return the error of an architecture that dtrain does not have.
+
+    Args:
+        values: The fields of config.json.
+        where: Name of the file.
+        library_hint: A sentence on the modules of the transformers library.
+    """
     names = _architecture_names(values)
     shown_names = " or ".join(map(str, names[:5]))[:200]
     own = "For a family of your own, set model.family, or --family of a command, to its import path"
@@ -261,18 +277,7 @@ def _unsupported(values: Mapping[str, Any], where: str) -> str:
     known = "docs/models.md lists dtrain's families"
     if similar:
         known = f"Similar families of dtrain are {', '.join(similar)}; docs/models.md lists all"
-    if find_spec("transformers") is None:
-        library = (
-            "dtrain also trains the models of the transformers library, which is not installed: pip install "
-            "'dtrain[transformers]'"
-        )
-    else:
-        installed, model_type = version("transformers"), values.get("model_type")
-        library = (
-            f"The installed transformers {installed} has no model_type {model_type} either. A newer release may have "
-            "it, and code of a model's repository is never run"
-        )
-    return f"{where}: architecture {shown_names} is not supported. {own}. {known}. {library}"
+    return f"{where}: architecture {shown_names} is not supported. {own}. {known}. {library_hint}"
 
 
 def _similar_architectures(name: str) -> list[str]:

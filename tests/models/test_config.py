@@ -180,6 +180,12 @@ def test_refused_by_name(base, changes, message):
     assert message in str(error.value)
 
 
+def test_the_modules_of_transformers_are_offered_where_native_excludes_them():
+    values = {"architectures": ["Cohere2ForCausalLM"], "model_type": "cohere2"}
+    with pytest.raises(UserError, match="native excludes the modules of the transformers library. Set it to auto"):
+        parse_config(values, implementation="native")
+
+
 NUMBERS = {
     "rms_norm_eps": LLAMA_2_7B,
     "rope_theta": LLAMA_2_7B,
