@@ -51,7 +51,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtrain.attention.blocks import BlockByBlock, BlockComputation, KeysAndValues, MaskedBlocks, blocks_for
-from dtrain.attention.kernels import Gathering, Kernel
+from dtrain.attention.kernels import Gathering, Kernel, KeyStreams
 from dtrain.attention.packing import Call, Packing
 from dtrain.attention.segments import Flash, Segments, Steps, VarlenBlocks, pick
 from dtrain.attention.visibility import BlockMask, Visibility, additive
@@ -72,26 +72,32 @@ class ContextKernel(Kernel):
         self.group = mesh.get_group()
 
     def keys(
-        self, positions: Tensor, documents: Tensor | None, packing: Packing | None = None
-    ) -> tuple[Tensor, Tensor | None] | None:
+        self,
+        positions: Tensor,
+        documents: Tensor | None,
+        packing: Packing | None = None,
+        last_documents: Tensor | None = None,
+    ) -> KeyStreams | None:
         """Gather the positions and documents of all keys, in natural order.
 
         Args:
             positions: Of this rank's tokens, [B or 1, S/cp].
             documents: Of this rank's tokens, [B, S/cp], or None.
             packing: Not read.
+            last_documents: Last documents that see this rank's tokens, [B, S/cp], or None.
 
         Returns:
-            Positions [B or 1, S] and documents [B, S]. If there are documents, positions are [B, S], too.
+            The streams of all keys. If there are documents, positions are [B, S], too.
 
         Collectives:
-            One all-gather for both.
+            One all-gather for all of them.
         """
         if documents is None:
-            return gather_sequence(positions, self.group), None
-        both = torch.stack([positions.expand_as(documents), documents])
-        positions, documents = gather_sequence(both, self.group, dim=2).unbind(0)
-        return positions, documents
+            return KeyStreams(gather_sequence(positions, self.group))
+        streams = [positions.expand_as(documents), documents]
+        if last_documents is not None:
+            streams.append(last_documents)
+        return KeyStreams(*gather_sequence(torch.stack(streams), self.group, dim=2).unbind(0))
 
 
 class GatherKernel(ContextKernel):
@@ -199,11 +205,20 @@ class RingKernel(ContextKernel):
         for distance in range(size):
             source = (rank - distance) % size  # the rank whose keys arrive in this step
             positions, documents = visibility.key_positions, visibility.key_documents
+            last_documents = visibility.key_last_documents
             if positions is not None:
                 positions = shard_sequence(positions, source, size)
             if documents is not None:
                 documents = shard_sequence(documents, source, size)
-            part = replace(visibility, keys=visibility.keys // size, key_positions=positions, key_documents=documents)
+            if last_documents is not None:
+                last_documents = shard_sequence(last_documents, source, size)
+            part = replace(
+                visibility,
+                keys=visibility.keys // size,
+                key_positions=positions,
+                key_documents=documents,
+                key_last_documents=last_documents,
+            )
             masks.append(_block_mask(part, dtype, device))
         return masks
 

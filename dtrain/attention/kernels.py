@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from dtrain.attention.blocks import BlockByBlock, MaskedBlocks, blocks_for, pad_heads_to_one_size
@@ -54,6 +54,20 @@ if TYPE_CHECKING:
 
 Gathering = Callable[[], tuple[Tensor, Tensor]]  # waits for keys and values that are being gathered, and returns them
 HALF = (torch.bfloat16, torch.float16)
+
+
+class KeyStreams(NamedTuple):
+    """What a mask reads of the keys of all ranks, in natural order.
+
+    Attributes:
+        positions: [B or 1, S].
+        documents: [B, S]. None: each row is one document.
+        last_documents: As `Visibility.key_last_documents`, [B, S], or None.
+    """
+
+    positions: Tensor
+    documents: Tensor | None = None
+    last_documents: Tensor | None = None
 
 
 class Kernel:
@@ -78,20 +92,24 @@ class Kernel:
     gathers = False
 
     def keys(
-        self, positions: Tensor, documents: Tensor | None, packing: "Packing | None" = None
-    ) -> tuple[Tensor, Tensor | None] | None:
+        self,
+        positions: Tensor,
+        documents: Tensor | None,
+        packing: "Packing | None" = None,
+        last_documents: Tensor | None = None,
+    ) -> KeyStreams | None:
         """Return the positions and documents of all keys. Called once per forward.
 
         Args:
             positions: Positions of this rank's tokens, [B or 1, S/cp].
             documents: Documents of this rank's tokens, [B, S/cp]. None: each row is one document.
             packing: The documents of the full rows, if the host knows them.
+            last_documents: Last documents that see this rank's tokens, [B, S/cp]. None: their own documents.
 
         Returns:
-            Positions [B or 1, S] and documents [B, S]. None if the kernel computes from the packing and needs no
-            tensors.
+            The streams of all keys. None if the kernel computes from the packing and needs no tensors.
         """
-        return positions, documents
+        return KeyStreams(positions, documents, last_documents)
 
     def take_rows(self, batch: Batch) -> None:
         """Accept the rows of the next forward, on the host, [B, S] each. Only `SdpaByRow` needs them."""
@@ -402,6 +420,10 @@ def _spans_by_index(visibility: Visibility, runs: list[slice], dtype: torch.dtyp
     return spans
 
 
+# The streams that a mask reads, and their values in the padding of sequence parallel.
+_MASK_STREAMS = {"position_ids": 2**30, "seq_ids": -1, "last_seq_ids": -1, "image_ends": 2**30}
+
+
 class SdpaByRow(SdpaKernel):
     """`SdpaKernel` that finds the visible keys from a row on the host.
 
@@ -415,35 +437,42 @@ class SdpaByRow(SdpaKernel):
     def __init__(self, rank: int, size: int):
         super().__init__()
         self._rank, self._size = rank, size
-        self._row_shards: list[Tensor] = []  # streams of the first row, [2 or 3, S/cp], of each cp rank
+        self._row_shards: list[Batch] = []  # streams of the first row, [1, S/cp] each, of each cp rank
 
     def take_rows(self, batch: Batch) -> None:
         """Store the first row of the micro-batch, divided over the cp ranks."""
         length = batch["input_ids"].shape[1]
         multiple = 2 * self._size if self._size > 1 else 1
         padded_length = -(-length // multiple) * multiple
-        streams = []
-        for name in ("position_ids", "seq_ids", "image_ends"):
+        row = {}
+        for name in _MASK_STREAMS:
             if name in batch:
-                streams.append(pad_stream(name, batch[name][0], padded_length))
-        row = torch.stack(streams)  # [2 or 3, S]
+                row[name] = pad_stream(name, batch[name][0], padded_length)[None]  # [1, S]
         self._row_shards = [row]
         if self._size > 1:
-            self._row_shards = [shard_sequence(row, rank, self._size) for rank in range(self._size)]
+            self._row_shards = []
+            for rank in range(self._size):
+                shard = {name: shard_sequence(stream, rank, self._size) for name, stream in row.items()}
+                self._row_shards.append(shard)
 
     def visible_keys(self, visible: Tensor, visibility: Visibility, run: slice) -> slice:
         """Override `SdpaKernel.visible_keys`. The mask `visible` [B, q, K] has no values and is not read."""
-        # Sequence parallel may have padded the queries further: with a late position, in the document -1.
-        num_streams, length = self._row_shards[0].shape
-        padding = torch.tensor([[2**30], [-1], [2**30]])[:num_streams].expand(-1, visibility.queries - length)
-        shards = [torch.cat([shard, padding], 1) for shard in self._row_shards]
-        queries = shards[self._rank]  # [2 or 3, Q]
-        keys = join_sequence(shards)  # [2 or 3, K]
-        row = replace(visibility, query_positions=queries[:1], key_positions=keys[:1])
+        queries, keys = {}, {}
+        for name in self._row_shards[0]:
+            # Sequence parallel may have padded the queries further: with a late position, in the document -1.
+            shards = []
+            for shard in self._row_shards:
+                num_missing = visibility.queries - shard[name].shape[1]
+                shards.append(pad(shard[name], (0, num_missing), value=_MASK_STREAMS[name]))
+            queries[name] = shards[self._rank]  # [1, Q]
+            keys[name] = join_sequence(shards)  # [1, K]
+        row = replace(visibility, query_positions=queries["position_ids"], key_positions=keys["position_ids"])
         if row.query_documents is not None:
-            row = replace(row, query_documents=queries[1:2], key_documents=keys[1:2])
+            row = replace(row, query_documents=queries["seq_ids"], key_documents=keys["seq_ids"])
+        if row.key_last_documents is not None:
+            row = replace(row, key_last_documents=keys["last_seq_ids"])
         if row.query_ends is not None:
-            row = replace(row, query_ends=queries[2:])
+            row = replace(row, query_ends=queries["image_ends"])
         return super().visible_keys(row.visible(run, torch.device("cpu")), row, run)
 
 
@@ -466,10 +495,14 @@ class GroupedKernel(Kernel):
         self.takes_packing = inner.takes_packing
 
     def keys(
-        self, positions: Tensor, documents: Tensor | None, packing: Packing | None = None
-    ) -> tuple[Tensor, Tensor | None] | None:
+        self,
+        positions: Tensor,
+        documents: Tensor | None,
+        packing: Packing | None = None,
+        last_documents: Tensor | None = None,
+    ) -> KeyStreams | None:
         """Return the keys of `inner`."""
-        return self.inner.keys(positions, documents, packing)
+        return self.inner.keys(positions, documents, packing, last_documents)
 
     def prepare(self, visibility: Visibility, dtype: torch.dtype, device: torch.device) -> Any:
         return self.inner.prepare(visibility, dtype, device)

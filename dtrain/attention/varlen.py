@@ -24,7 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dtrain.attention.blocks import Gradients, Partial, sinks_grad, with_sinks
 from dtrain.attention.context import over_keys
-from dtrain.attention.kernels import Gathering, Kernel, SdpaKernel
+from dtrain.attention.kernels import Gathering, Kernel, KeyStreams, SdpaKernel
 from dtrain.attention.packing import Packing
 from dtrain.attention.segments import Flash, Steps, VarlenBlocks, calls_to_device
 from dtrain.attention.visibility import Visibility
@@ -89,9 +89,15 @@ class VarlenKernel(Kernel):
         self.is_context_parallel = self.masked.is_context_parallel
 
     def keys(
-        self, positions: Tensor, documents: Tensor | None, packing: Packing | None = None
-    ) -> tuple[Tensor, Tensor | None] | None:
-        return None if packing is not None else self.masked.keys(positions, documents)
+        self,
+        positions: Tensor,
+        documents: Tensor | None,
+        packing: Packing | None = None,
+        last_documents: Tensor | None = None,
+    ) -> KeyStreams | None:
+        if packing is not None:
+            return None
+        return self.masked.keys(positions, documents, last_documents=last_documents)
 
     def prepare(self, visibility: Visibility, dtype: torch.dtype, device: torch.device) -> VarlenRows:
         sees_to_image_ends = visibility.query_ends is not None
@@ -138,10 +144,12 @@ def find_packing(visibility: Visibility) -> Packing | None:
         visibility: The mask of a kind of layer.
 
     Returns:
-        The packing. None if the rows are not packed (`Packing.of`).
+        The packing. None if the rows are not packed (`Packing.of`), or if documents see those of their ancestors.
     """
     if visibility.packing is not None:
         return visibility.packing
+    if visibility.key_last_documents is not None:
+        return None
     if visibility.is_by_index:
         return Packing.one_document_per_row(visibility.rows, visibility.queries)
     positions, documents = visibility.key_positions, visibility.key_documents

@@ -8,6 +8,10 @@ Positions restart at 0 in each document. Padding is a document of its own (-1), 
 and padding never gives NaN. In models whose images are bidirectional, a query within an image sees the keys up to the
 last position of the image: 0 <= end - j instead of 0 <= p - j. Letters: B rows, Q queries, K keys.
 
+In rows with shared beginnings (`attention.tree`), a document is a node of a forest, and a query also sees the keys of
+its node's ancestors. Nodes are numbered in depth-first preorder, so the subtree of node e has the numbers e to l, its
+last document. The condition e == d becomes e <= d <= l. For a node without children l = e, which is the same as e == d.
+
 Example: a row of two packed documents of 3 and 2 tokens, with window 2. Documents are 0 0 0 1 1, positions 0 1 2 0 1:
 
     query 0    1 . . . .
@@ -49,6 +53,7 @@ class Visibility:
             no tensors.
         query_ends: Last position that each query sees, [B, Q] int64: the end of its image, or its own position. None:
             their own positions.
+        key_last_documents: Last document whose queries see each key, [B, K] int64. None: the key's own document.
     """
 
     queries: int
@@ -61,6 +66,7 @@ class Visibility:
     rows: int = 1
     packing: "Packing | None" = None
     query_ends: Tensor | None = None
+    key_last_documents: Tensor | None = None
 
     @property
     def is_by_index(self) -> bool:
@@ -102,7 +108,13 @@ class Visibility:
         if self.window is not None:
             visible &= distance < self.window
         if self.query_documents is not None and self.key_documents is not None:
-            visible &= self.query_documents.int()[:, queries, None] == self.key_documents.int()[:, None, :]
+            query_documents = self.query_documents.int()[:, queries, None]
+            key_documents = self.key_documents.int()[:, None, :]
+            if self.key_last_documents is None:
+                visible &= query_documents == key_documents
+            else:
+                visible &= query_documents >= key_documents
+                visible &= query_documents <= self.key_last_documents.int()[:, None, :]
         return visible
 
     def bias(self, queries: slice, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -47,6 +47,8 @@ STREAMS = {
     "labels": Stream(IGNORE_INDEX, torch.int64),
     "position_ids": Stream(None, torch.int64),
     "seq_ids": Stream(PADDING_SEQ_ID, torch.int64),
+    # In rows with shared beginnings: the last document that sees the token (`attention.visibility`).
+    "last_seq_ids": Stream(PADDING_SEQ_ID, torch.int64),
     # Like seq_ids, but counted through all rows of the batch instead of through each row.
     "document_ids": Stream(PADDING_SEQ_ID, torch.int64),
     "token_weights": Stream(0.0, torch.float64),

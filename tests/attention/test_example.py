@@ -40,7 +40,7 @@ def on_a_rank(rank, kernel_type):
     kernel = kernel_type(SdpaKernel(), mesh)
     positions = shard_sequence(torch.arange(LENGTH)[None], rank, 2)
     q, k, v = [shard_sequence(part, rank, 2).requires_grad_() for part in example()]
-    keys, _ = kernel.keys(positions, None)
+    keys = kernel.keys(positions, None).positions
     seen = Visibility(4, LENGTH, None, positions, keys)
     out = kernel(q, k, v, kernel.prepare(seen, torch.float64, torch.device("cpu")), 1.0)
     tokens = positions[0].tolist()

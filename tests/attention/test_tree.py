@@ -1,8 +1,27 @@
-"""Rows in which sequences share their common beginning."""
+"""Rows in which sequences share their beginning: the numbers of each sequence computed separately, in float64."""
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
+from dtrain.attention.context import GatherKernel, RingKernel
+from dtrain.attention.kernels import GroupedKernel, SdpaKernel
 from dtrain.attention.tree import split_nodes
+from dtrain.attention.visibility import Visibility
+from dtrain.parallel.context.batch import shard_sequence
+from tests.attention.dense import tensors
+from tests.attention.forest import FORESTS
+from tests.cases import run_cases
+
+CPU = torch.device("cpu")
+WINDOWS = [None, 1, 6, 45]
+HEADS = [(4, 2, 8), (3, 1, 5), (2, 2, 11)]  # query heads, key heads, size of a value
+KERNELS_OF_CP = {
+    "gather": lambda mesh: GatherKernel(SdpaKernel(), mesh),
+    "ring": lambda mesh: RingKernel(SdpaKernel(), mesh),
+    "gather by heads": lambda mesh: GroupedKernel(GatherKernel(SdpaKernel(), mesh)),
+}
 
 
 @pytest.mark.parametrize("num_chunks", [2, 4, 6])
@@ -15,3 +34,99 @@ def test_every_chunk_has_the_same_share_of_every_node(node_lengths, num_chunks):
         assert max(of_node) - min(of_node) <= 1
     chunk_sizes = [sum(of_chunk) for of_chunk in pieces]
     assert chunk_length - 1 <= min(chunk_sizes) <= max(chunk_sizes) == chunk_length
+
+
+class Expected:
+    """q, k, v, sinks and a gradient of the output for a forest, and the results of `Forest.attend`, in preorder."""
+
+    def __init__(self, forest, window, heads, has_sinks):
+        num_heads, key_heads, value_size = heads
+        self.q, self.k, self.v, self.grad = tensors(
+            1, sum(forest.lengths), num_heads, key_heads, 8, value_size=value_size
+        )
+        self.sinks = torch.linspace(-2, 4, num_heads, dtype=torch.float64) if has_sinks else None
+        leaves = [tensor.clone().requires_grad_() for tensor in (self.q, self.k, self.v)]
+        sinks = None if self.sinks is None else self.sinks.clone().requires_grad_()
+        out = forest.attend(*leaves, window, 0.3, sinks)
+        out.backward(self.grad)
+        self.results = [out.detach(), *(leaf.grad for leaf in leaves)]
+        self.sink_grad = None if sinks is None else sinks.grad
+
+
+def largest_error(found, expected):
+    difference = found.detach().double() - expected
+    return float(difference.abs().max() / expected.abs().max().clamp(min=1))
+
+
+def check_row(kernel, forest, window, heads, has_sinks, dtype, limit, padding=3):
+    expected = Expected(forest, window, heads, has_sinks)
+    positions, nodes, last = forest.streams(padding)
+    keys = kernel.keys(positions, nodes, last_documents=last)
+    length = positions.shape[1]
+    visibility = Visibility(length, length, window, positions, *keys[:1], nodes, keys[1], key_last_documents=keys[2])
+    padded = []
+    for tensor in (expected.q, expected.k, expected.v, expected.grad):
+        padded.append(torch.nn.functional.pad(tensor, (0, 0, 0, 0, 0, padding), value=9.0).to(dtype))
+    leaves = [tensor.requires_grad_() for tensor in padded[:3]]
+    sinks = None if expected.sinks is None else expected.sinks.to(dtype).requires_grad_()
+    out = kernel(*leaves, kernel.prepare(visibility, dtype, CPU), 0.3, sinks)
+    num_tokens = length - padding
+    out[:, :num_tokens].backward(padded[3][:, :num_tokens])
+    for found, right in zip([out, *(leaf.grad for leaf in leaves)], expected.results, strict=True):
+        assert found.dtype == dtype
+        assert largest_error(found[:, :num_tokens], right) <= limit
+    if sinks is not None:
+        assert largest_error(sinks.grad, expected.sink_grad) <= limit
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("name", FORESTS)
+def test_a_row_has_the_numbers_of_its_sequences(name, window):
+    for heads in HEADS:
+        check_row(SdpaKernel(), FORESTS[name], window, heads, False, torch.float64, 1e-12)
+    check_row(GroupedKernel(SdpaKernel()), FORESTS[name], window, HEADS[0], False, torch.float64, 1e-12)
+    check_row(SdpaKernel(), FORESTS[name], window, HEADS[0], True, torch.float64, 1e-12)
+    check_row(SdpaKernel(), FORESTS[name], window, HEADS[0], True, torch.float32, 1e-5)
+
+
+def check_on_ranks(rank, kernel_name, size, forest, window, heads, has_sinks, dtype, limit):
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("cp",))["cp"]
+    kernel = KERNELS_OF_CP[kernel_name](mesh)
+    expected = Expected(forest, window, heads, has_sinks)
+    order = forest.in_chunks(2 * size)
+    is_token = order >= 0
+
+    def lay_out(tensor, pad):
+        """This rank's part of the row in chunks, given all tokens in preorder."""
+        row = tensor[:, order.clamp(min=0)]
+        row[:, ~is_token] = pad
+        return shard_sequence(row, rank, size)
+
+    positions, nodes, last = (lay_out(stream, pad) for stream, pad in zip(forest.streams(), (0, -1, -1), strict=True))
+    keys = kernel.keys(positions, nodes, last_documents=last)
+    visibility = Visibility(
+        positions.shape[1], len(order), window, positions, keys[0], nodes, keys[1], key_last_documents=keys[2]
+    )
+    leaves = [lay_out(tensor, 9.0).to(dtype).requires_grad_() for tensor in (expected.q, expected.k, expected.v)]
+    sinks = None if expected.sinks is None else expected.sinks.to(dtype).requires_grad_()
+    out = kernel(*leaves, kernel.prepare(visibility, dtype, CPU), 0.3, sinks)
+    out.backward(lay_out(expected.grad, 0.0).to(dtype))
+    is_local_token = nodes[0] >= 0
+    for found, right in zip([out, *(leaf.grad for leaf in leaves)], expected.results, strict=True):
+        assert largest_error(found[:, is_local_token], lay_out(right, 0.0)[:, is_local_token]) <= limit
+    if sinks is not None:
+        dist.all_reduce(sinks.grad)
+        assert largest_error(sinks.grad, expected.sink_grad) <= limit
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_have_the_numbers_of_the_sequences(size):
+    cases = {}
+    for kernel in KERNELS_OF_CP:
+        for number, (name, forest) in enumerate(FORESTS.items()):
+            for window in WINDOWS:
+                heads, has_sinks = HEADS[number % 3], window in (None, 6) and number % 2 == 0
+                cases[f"{kernel}, {name}, {window}"] = (
+                    *(kernel, size, forest, window, heads, has_sinks, torch.float64, 1e-12),
+                )
+    run_cases(check_on_ranks, size, cases)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtrain.attention.kernels import Kernel
+from dtrain.attention.kernels import Kernel, KeyStreams
 from dtrain.attention.visibility import Visibility
 from dtrain.models.common.micro_batch import MicroBatchContext
 
@@ -63,7 +63,7 @@ class AttentionMasks:
             self._prepared[kind] = self._kernel.prepare(visibility, self._dtype, self._device)
         return self._prepared[kind]
 
-    def _gather_keys(self) -> tuple[Tensor, Tensor | None] | None:
+    def _gather_keys(self) -> KeyStreams | None:
         """Return positions and documents of all keys, as `Kernel.keys`. None if no mask needs them.
 
         They are not needed for rows of one document on one cp rank, where plain causal attention is right.
@@ -75,7 +75,7 @@ class AttentionMasks:
             return None
         # A packing describes causal documents only, so images that see to their ends need the tensors.
         packing = None if sees_image_ends else context.packing
-        return self._kernel.keys(self._positions, context.seq_ids, packing)
+        return self._kernel.keys(self._positions, context.seq_ids, packing, context.last_seq_ids)
 
     def _visibility(self, window: int | None, image_ends: Tensor | None) -> Visibility:
         """Return the mask of the layers with a window, in the form that all kernels read.
@@ -89,15 +89,15 @@ class AttentionMasks:
         uses_packing = packing is not None and self._kernel.takes_packing and image_ends is None
         if self._keys is None or uses_packing:
             return Visibility(self._length, self._length, window, rows=self._num_rows, packing=packing)
-        key_positions, key_documents = self._keys
         return Visibility(
             self._length,
-            key_positions.shape[1],
+            self._keys.positions.shape[1],
             window,
             self._positions,
-            key_positions,
+            self._keys.positions,
             self._context.seq_ids,
-            key_documents,
+            self._keys.documents,
             self._num_rows,
             query_ends=image_ends,
+            key_last_documents=self._keys.last_documents,
         )

@@ -281,6 +281,8 @@ class MicroBatchContext:
         position_ids: Positions, [B, S/cp]. None counts each row from 0.
         seq_ids: Documents of packed rows, -1 on padding, [B, S/cp]. None if each row is one document, with any padding
             at its right: plain causal attention.
+        last_seq_ids: In rows with shared beginnings, the last document that sees each token, -1 on padding, [B, S/cp].
+            `attention.visibility` defines it. None: only the token's own document sees it.
         packing: Documents of the full rows on the host, for a decoder that `takes_packing`.
         images: Images among the tokens.
         cache: KV cache that attends in place of kernel and mask. `position_ids` and `seq_ids` are then not read.
@@ -291,6 +293,7 @@ class MicroBatchContext:
 
     position_ids: Tensor | None = None
     seq_ids: Tensor | None = None
+    last_seq_ids: Tensor | None = None
     packing: "Packing | None" = None
     images: Images | None = None
     cache: DecodingCache | None = None
@@ -302,15 +305,18 @@ class MicroBatchContext:
         """Return the context of rows of `num_tokens` with `missing` more tokens of padding at their ends."""
         if missing == 0:
             return self
-        position_ids, seq_ids = self.position_ids, self.seq_ids
+        position_ids, seq_ids, last_seq_ids = self.position_ids, self.seq_ids, self.last_seq_ids
         if position_ids is not None:
             position_ids = F.pad(position_ids, (0, missing), value=PADDING_POSITION)
         if seq_ids is not None:
             seq_ids = F.pad(seq_ids, (0, missing), value=PADDING_SEQ_ID)
+        if last_seq_ids is not None:
+            last_seq_ids = F.pad(last_seq_ids, (0, missing), value=PADDING_SEQ_ID)
         return replace(
             self,
             position_ids=position_ids,
             seq_ids=seq_ids,
+            last_seq_ids=last_seq_ids,
             images=None if self.images is None else self.images.padded(missing),
             routing=None if self.routing is None else self.routing.padded(missing),
             adapters=None if self.adapters is None else self.adapters.padded(missing),
