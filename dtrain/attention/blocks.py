@@ -47,8 +47,8 @@ from torch.autograd.function import once_differentiable
 from dtrain.attention.visibility import BlockMask
 from dtrain.parallel.collectives import flat_views
 
-_cpu_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+cpu_flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+cpu_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 class Partial(NamedTuple):
@@ -209,7 +209,7 @@ class CpuFlash:
         wide = torch.promote_types(q.dtype, torch.float32)
         value_size = v.shape[-1]
         q, k, v = pad_heads_to_one_size(q, k, v)
-        out, lse = _cpu_forward(q, k, v, attn_mask=bias.to(q.dtype), scale=scale)
+        out, lse = cpu_flash_forward(q, k, v, attn_mask=bias.to(q.dtype), scale=scale)
         # torch returns an lse of 0 for a row without keys.
         lse = lse.to(wide).masked_fill(_sees_no_key(bias), float("-inf"))
         return Partial(out[..., :value_size].to(wide), lse)
@@ -220,7 +220,7 @@ class CpuFlash:
         head_size, value_size = q.shape[-1], v.shape[-1]
         grad, q, k, v, out = pad_heads_to_one_size(grad, q, k, v, merged.out)
         options = {"dropout_p": 0.0, "is_causal": False, "attn_mask": bias.to(q.dtype), "scale": scale}
-        q_grad, k_grad, v_grad = _cpu_backward(grad, q, k, v, out, merged.lse, **options)
+        q_grad, k_grad, v_grad = cpu_flash_backward(grad, q, k, v, out, merged.lse, **options)
         return q_grad[..., :head_size], k_grad[..., :head_size], v_grad[..., :value_size]
 
 

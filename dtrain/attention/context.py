@@ -54,6 +54,7 @@ from dtrain.attention.blocks import BlockByBlock, BlockComputation, KeysAndValue
 from dtrain.attention.kernels import Gathering, Kernel, KeyStreams
 from dtrain.attention.packing import Call, Packing
 from dtrain.attention.segments import Flash, Segments, Steps, VarlenBlocks, pick
+from dtrain.attention.tree import TreePacking
 from dtrain.attention.visibility import BlockMask, Visibility, additive
 from dtrain.parallel.context.batch import SequenceGather, gather_sequence, shard_sequence
 
@@ -75,7 +76,7 @@ class ContextKernel(Kernel):
         self,
         positions: Tensor,
         documents: Tensor | None,
-        packing: Packing | None = None,
+        packing: Packing | TreePacking | None = None,
         last_documents: Tensor | None = None,
     ) -> KeyStreams | None:
         """Gather the positions and documents of all keys, in natural order.
@@ -129,8 +130,8 @@ class GatherKernel(ContextKernel):
         """Override `Kernel.over`; k and v are those of full rows."""
         return self.inner(q, k, v, prepared, scale, sinks)
 
-    def calls(self, packing: Packing, window: int | None) -> list[list[Call]]:
-        """Return two calls for all rows and documents: one for each of the rank's two chunks of a row."""
+    def calls(self, packing: Packing | TreePacking, window: int | None) -> list[list[Call]]:
+        """Return the calls of this rank's queries over the keys of full rows."""
         return [packing.over_gathered(window, self.group.rank(), self.group.size())]
 
     def over_segments(
@@ -225,9 +226,17 @@ class RingKernel(ContextKernel):
     def over(self, q: Tensor, k: Tensor, v: Tensor, prepared: Any, scale: float, sinks: Tensor | None = None) -> Tensor:
         attention = MaskedBlocks(self.blocks or blocks_for(q.device), scale)
         q, k, v = q.transpose(1, 2).contiguous(), k.transpose(1, 2), v.transpose(1, 2)  # [B, heads, S/cp, hd or hd_v]
-        return BlockByBlock.apply(q, k, v, prepared, Ring(self.group), attention, sinks).transpose(1, 2)
+        return BlockByBlock.apply(q, k, v, prepared, self.ring(), attention, sinks).transpose(1, 2)
 
-    def calls(self, packing: Packing, window: int | None) -> list[list[Call]]:
+    def has_calls(self, packing: Packing | TreePacking, window: int | None) -> bool:
+        """Override `Kernel.has_calls`: rows with shared beginnings have none under a window."""
+        return window is None or not packing.is_tree
+
+    def ring(self) -> "Ring":
+        """Override `Kernel.ring`."""
+        return Ring(self.group)
+
+    def calls(self, packing: Packing | TreePacking, window: int | None) -> list[list[Call]]:
         """Return the calls over the keys of each rank in the ring, this rank's first."""
         return packing.in_ring(window, self.group.rank(), self.group.size())
 
@@ -238,7 +247,7 @@ class RingKernel(ContextKernel):
         shape = q.shape[:2]
         q, k, v = (part.flatten(0, 1) for part in (q, k, v))  # [B · S/cp, heads, hd or hd_v]
         attention = VarlenBlocks(flash, scale)
-        out = BlockByBlock.apply(q.contiguous(), k, v, steps, Ring(self.group), attention, sinks)
+        out = BlockByBlock.apply(q.contiguous(), k, v, steps, self.ring(), attention, sinks)
         return out.unflatten(0, shape)
 
 

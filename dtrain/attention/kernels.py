@@ -48,8 +48,10 @@ from dtrain.base.torch_functions import has_values
 from dtrain.parallel.context.batch import join_sequence, shard_sequence
 
 if TYPE_CHECKING:
+    from dtrain.attention.context import Ring
     from dtrain.attention.packing import Call
     from dtrain.attention.segments import Flash, Steps
+    from dtrain.attention.tree import TreePacking
 
 
 Gathering = Callable[[], tuple[Tensor, Tensor]]  # waits for keys and values that are being gathered, and returns them
@@ -95,7 +97,7 @@ class Kernel:
         self,
         positions: Tensor,
         documents: Tensor | None,
-        packing: "Packing | None" = None,
+        packing: "Packing | TreePacking | None" = None,
         last_documents: Tensor | None = None,
     ) -> KeyStreams | None:
         """Return the positions and documents of all keys. Called once per forward.
@@ -110,6 +112,15 @@ class Kernel:
             The streams of all keys. None if the kernel computes from the packing and needs no tensors.
         """
         return KeyStreams(positions, documents, last_documents)
+
+    def computes_from(self, packing: "Packing | TreePacking", window: int | None) -> bool:
+        """Check whether `prepare` needs only the packing of rows, and no positions and documents.
+
+        Args:
+            packing: The packing of the full rows.
+            window: Number of keys that a query sees, its own included. None: no window.
+        """
+        return False
 
     def take_rows(self, batch: Batch) -> None:
         """Accept the rows of the next forward, on the host, [B, S] each. Only `SdpaByRow` needs them."""
@@ -162,9 +173,17 @@ class Kernel:
         """Compute attention of q over the keys and values that `begin_gather` has returned, [B, Q, H, hd_v]."""
         raise NotImplementedError
 
-    def calls(self, packing: "Packing", window: int | None) -> "list[list[Call]]":
+    def has_calls(self, packing: "Packing | TreePacking", window: int | None) -> bool:
+        """Check whether variable-length calls can compute rows with this packing."""
+        return True
+
+    def calls(self, packing: "Packing | TreePacking", window: int | None) -> "list[list[Call]]":
         """Return the variable-length calls for packed rows, a list for each exchange of keys."""
         return [packing.of_rows(window)]
+
+    def ring(self) -> "Ring | None":
+        """Return the ring in which keys are passed on. None if `begin_gather` returns all keys."""
+        return None
 
     def over_segments(
         self, flash: "Flash", q: Tensor, k: Tensor, v: Tensor, steps: "Steps", scale: float, sinks: Tensor | None
@@ -498,11 +517,15 @@ class GroupedKernel(Kernel):
         self,
         positions: Tensor,
         documents: Tensor | None,
-        packing: Packing | None = None,
+        packing: "Packing | TreePacking | None" = None,
         last_documents: Tensor | None = None,
     ) -> KeyStreams | None:
         """Return the keys of `inner`."""
         return self.inner.keys(positions, documents, packing, last_documents)
+
+    def computes_from(self, packing: "Packing | TreePacking", window: int | None) -> bool:
+        """Return whether `inner` computes from the packing."""
+        return self.inner.computes_from(packing, window)
 
     def prepare(self, visibility: Visibility, dtype: torch.dtype, device: torch.device) -> Any:
         return self.inner.prepare(visibility, dtype, device)

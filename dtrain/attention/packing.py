@@ -31,7 +31,7 @@ No segment is empty, and no query sees no key, because kernels differ in their r
 tokens of a full row, c tokens of a chunk.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -73,6 +73,20 @@ class Call:
         self.query_lengths += query_lengths
         self.key_lengths += key_lengths
 
+    def add_segment(self, queries: Sequence[slice], keys: Sequence[slice]) -> None:
+        """Append one segment.
+
+        Args:
+            queries: Slices of the rank's flat tokens, whose concatenation is the segment's queries.
+            keys: The same for keys. Several segments may have the same keys.
+        """
+        for part in queries:
+            _append(self.queries, part)
+        for part in keys:
+            _append(self.keys, part)
+        self.query_lengths.append(sum(part.stop - part.start for part in queries))
+        self.key_lengths.append(sum(part.stop - part.start for part in keys))
+
 
 @dataclass(frozen=True)
 class Packing:
@@ -88,6 +102,11 @@ class Packing:
 
     begins: tuple[tuple[int, ...], ...]
     length: int
+
+    @property
+    def is_tree(self) -> bool:
+        """True if documents have common beginnings (`tree.TreePacking`). Documents of a `Packing` have none."""
+        return False
 
     @classmethod
     def one_document_per_row(cls, rows: int, length: int) -> "Packing":

@@ -1,11 +1,12 @@
-"""Variable-length attention over the calls of `attention.packing`: torch's flash attention on CUDA.
+"""Variable-length attention over the calls of `attention.packing` and `attention.tree`: torch's flash attention.
 
 `calls_to_device` copies the lengths of all calls to the device in one copy, and the host never waits for the device.
-`Flash` computes a call, with flat tokens: q is [T, H, hd] with T = B · S. In a ring, `VarlenBlocks` computes a block of
-keys by several calls, and merges them as `attention.blocks` describes.
+`Flash` computes a call on CUDA, with flat tokens: q is [T, H, hd] with T = B · S. `FlashOnCpu` does the same on a CPU.
+In a ring, and in rows with shared beginnings, `VarlenBlocks` computes a block of keys by several calls, and merges them
+as `attention.blocks` describes.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from inspect import signature
 from itertools import accumulate, chain
@@ -16,8 +17,17 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
-from dtrain.attention.blocks import BlockByBlock, Gradients, Partial, merge_by_log_sum_exp, pad_heads_to_one_size
+from dtrain.attention.blocks import (
+    BlockByBlock,
+    Gradients,
+    Partial,
+    cpu_flash_backward,
+    cpu_flash_forward,
+    merge_by_log_sum_exp,
+    pad_heads_to_one_size,
+)
 from dtrain.attention.packing import Call
+from dtrain.attention.visibility import additive
 
 # torch 2.11 does not have this argument, and always accepts fewer key heads than query heads.
 _GROUPED_HEADS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
@@ -34,6 +44,8 @@ class Segments(NamedTuple):
         longest_query: At least the number of queries of each segment.
         longest_key: At least the number of keys of each segment.
         window: As in `Call`.
+        query_lengths: Number of queries of each segment, on the host.
+        key_lengths: Number of keys of each segment, on the host.
     """
 
     queries: tuple[slice, ...]
@@ -43,6 +55,8 @@ class Segments(NamedTuple):
     longest_query: int
     longest_key: int
     window: tuple[int, int]
+    query_lengths: tuple[int, ...] = ()
+    key_lengths: tuple[int, ...] = ()
 
 
 Steps = list[list[Segments]]  # the calls for each exchange of keys
@@ -76,6 +90,12 @@ class Flash:
             q, k, v = pad_heads_to_one_size(q, k, v)
             out = self.attend(q, k, v, segments, scale)
             return out if out.shape[-1] == value_size else out[..., :value_size]
+        return self._attend_as_block(q, k, v, segments, scale, sinks)
+
+    def _attend_as_block(
+        self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, sinks: Tensor | None
+    ) -> Tensor:
+        """Compute attention by `forward` and `backward`. The arguments are those of `__call__`."""
         # q and k are the tokens of the slices already, so `VarlenBlocks` takes all of them.
         all_tokens = segments._replace(queries=(slice(0, len(q)),), keys=(slice(0, len(k)),))
         return BlockByBlock.apply(q, k, v, [[all_tokens]], None, VarlenBlocks(self, scale), sinks)
@@ -162,6 +182,164 @@ class Flash:
                 window_size=segments.window,
                 **_GROUPED_HEADS,
             )
+
+
+_CPU_SPAN = 64  # queries that share one range of keys where only some of these keys are visible
+
+
+class _CpuCall(NamedTuple):
+    """A call of torch's CPU kernel: some queries of a segment over some of its keys.
+
+    Attributes:
+        queries: Slice of the flat queries.
+        keys: Slice of the flat keys.
+        is_causal: Whether query i sees keys 0 to i. There are as many keys as queries then.
+        window: Number of keys that a query sees, its own included. The last query's own key is the last key. None: no
+            window.
+        is_first: Whether no earlier call has these queries.
+    """
+
+    queries: slice
+    keys: slice
+    is_causal: bool = False
+    window: int | None = None
+    is_first: bool = True
+
+
+class FlashOnCpu(Flash):
+    """`Flash` by torch's CPU kernel of one sequence, segment by segment.
+
+    The CPU kernel computes blocks of up to 512 keys, also where a causal mask hides most of them. So a causal segment
+    is halved until its parts have at most `_CPU_SPAN` queries. For example, 256 queries:
+
+        causal    64 queries over 64 keys, 4 times
+        full      64 queries over the 64 keys before, 2 times, and 128 queries over 128 keys
+
+    Nothing is computed in vain but half of each causal part, and there is no mask. The results of a query's calls are
+    merged by their log-sum-exp. Under a window, spans of `_CPU_SPAN` queries have a mask over the keys that they see.
+    """
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> Tensor:
+        """Override `Flash.attend`."""
+        return self._attend_as_block(q, k, v, segments, scale, None)
+
+    def attend_with_lse(
+        self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Override `Flash.attend_with_lse`."""
+        wide = torch.promote_types(q.dtype, torch.float32)
+        out = torch.empty_like(q, dtype=wide)
+        lse = torch.empty(q.shape[1], len(q), dtype=wide, device=q.device)
+        for call in _cpu_calls(segments):
+            part_out, part_lse = cpu_flash_forward(
+                _one_row(q[call.queries]),
+                _one_row(k[call.keys]),
+                _one_row(v[call.keys]),
+                is_causal=call.is_causal,
+                attn_mask=_window_bias(call, q),
+                scale=scale,
+            )
+            part = Partial(part_out[0].to(wide), part_lse[0].to(wide))  # [H, q, hd], [H, q]
+            if not call.is_first:
+                before = Partial(out[call.queries].transpose(0, 1), lse[:, call.queries])
+                part = merge_by_log_sum_exp(before, part)
+            out[call.queries] = part.out.transpose(0, 1)
+            lse[:, call.queries] = part.lse
+        return out, lse
+
+    def differentiate(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, merged: Partial, segments: Segments, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Override `Flash.differentiate`. The gradients are in max(float32, the dtype)."""
+        wide = merged.lse.dtype
+        q_grad = torch.zeros_like(q, dtype=wide)
+        k_grad, v_grad = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
+        for call in _cpu_calls(segments):
+            gradients = cpu_flash_backward(
+                _one_row(grad[call.queries]),
+                _one_row(q[call.queries]),
+                _one_row(k[call.keys]),
+                _one_row(v[call.keys]),
+                _one_row(merged.out[call.queries]),
+                merged.lse[None, :, call.queries],
+                dropout_p=0.0,
+                is_causal=call.is_causal,
+                attn_mask=_window_bias(call, q),
+                scale=scale,
+            )
+            q_part, k_part, v_part = (gradient[0].transpose(0, 1) for gradient in gradients)
+            q_grad[call.queries] += q_part
+            k_grad[call.keys] += k_part
+            v_grad[call.keys] += v_part
+        return q_grad, k_grad, v_grad
+
+
+def _cpu_calls(segments: Segments) -> Iterator[_CpuCall]:
+    """Yield the calls of torch's CPU kernel for all segments.
+
+    Raises:
+        ValueError: If the window is not causal, nor open on both sides.
+    """
+    left, right = segments.window
+    if right != 0 and segments.window != (-1, -1):
+        raise ValueError(f"the CPU kernel has no window of {segments.window}. Use (-1, -1), or 0 on the right.")
+    query_stop = key_stop = 0
+    for num_queries, num_keys in zip(segments.query_lengths, segments.key_lengths, strict=True):
+        query_start, key_start = query_stop, key_stop
+        query_stop, key_stop = query_start + num_queries, key_start + num_keys
+        queries, keys = slice(query_start, query_stop), slice(key_start, key_stop)
+        if right != 0:
+            yield _CpuCall(queries, keys)
+        elif left >= 0:
+            yield from _window_calls(queries, keys, left + 1)
+        else:
+            first_own_key = key_stop - num_queries
+            yield from _causal_calls(queries, slice(first_own_key, key_stop))
+            if first_own_key > key_start:
+                yield _CpuCall(queries, slice(key_start, first_own_key), is_first=False)
+
+
+def _causal_calls(queries: slice, keys: slice) -> Iterator[_CpuCall]:
+    """Yield the calls of causal attention of as many queries as keys: both halves, and the second over the first."""
+    num_queries = queries.stop - queries.start
+    if num_queries <= _CPU_SPAN:
+        yield _CpuCall(queries, keys, is_causal=True)
+        return
+    # A multiple of the span, so that all parts but the last have its length.
+    half = -(-num_queries // (2 * _CPU_SPAN)) * _CPU_SPAN
+    first_queries, second_queries = (
+        slice(queries.start, queries.start + half),
+        slice(queries.start + half, queries.stop),
+    )
+    first_keys, second_keys = slice(keys.start, keys.start + half), slice(keys.start + half, keys.stop)
+    yield from _causal_calls(first_queries, first_keys)
+    yield from _causal_calls(second_queries, second_keys)
+    yield _CpuCall(second_queries, first_keys, is_first=False)
+
+
+def _window_calls(queries: slice, keys: slice, window: int) -> Iterator[_CpuCall]:
+    """Yield the calls of causal attention under a window, in spans of queries over the keys that these see."""
+    shift = keys.stop - queries.stop  # the own key of a query has its index plus `shift`
+    for start in range(queries.start, queries.stop, _CPU_SPAN):
+        stop = min(start + _CPU_SPAN, queries.stop)
+        first_key = max(keys.start, start + shift - window + 1)
+        yield _CpuCall(slice(start, stop), slice(first_key, stop + shift), window=window)
+
+
+def _window_bias(call: _CpuCall, q: Tensor) -> Tensor | None:
+    """Return the additive mask of a call under a window, [1, 1, q, k]. None without a window."""
+    if call.window is None:
+        return None
+    num_queries, num_keys = call.queries.stop - call.queries.start, call.keys.stop - call.keys.start
+    own_keys = torch.arange(num_keys - num_queries, num_keys, device=q.device)
+    distance = own_keys[:, None] - torch.arange(num_keys, device=q.device)
+    visible = (distance >= 0) & (distance < call.window)
+    return additive(visible[None, None], q.dtype)
+
+
+def _one_row(tokens: Tensor) -> Tensor:
+    """Return flat tokens as the CPU kernel reads a row, [n, heads, hd] -> [1, heads, n, hd]."""
+    return tokens.transpose(0, 1)[None]
 
 
 @dataclass(frozen=True)
@@ -254,6 +432,8 @@ def calls_to_device(calls: Iterable[Call], device: torch.device) -> list[Segment
                 longest_query=longest_query,
                 longest_key=longest_key,
                 window=call.window,
+                query_lengths=tuple(call.query_lengths),
+                key_lengths=tuple(call.key_lengths),
             )
         )
     return segments

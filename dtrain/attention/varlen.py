@@ -22,12 +22,14 @@ from torch import Tensor
 from torch.nn import attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from dtrain.attention.blocks import Gradients, Partial, sinks_grad, with_sinks
+from dtrain.attention.blocks import BlockByBlock, Gradients, Partial, sinks_grad, with_sinks
 from dtrain.attention.context import over_keys
 from dtrain.attention.kernels import Gathering, Kernel, KeyStreams, SdpaKernel
 from dtrain.attention.packing import Packing
-from dtrain.attention.segments import Flash, Steps, VarlenBlocks, calls_to_device
+from dtrain.attention.segments import Flash, FlashOnCpu, Steps, VarlenBlocks, calls_to_device
+from dtrain.attention.tree import TreePacking
 from dtrain.attention.visibility import Visibility
+from dtrain.base.batch import Batch
 from dtrain.base.ranks import Ranks
 from dtrain.parallel.context.batch import join_sequence, shard_sequence
 
@@ -54,15 +56,18 @@ class VarlenRows(NamedTuple):
             computed by variable-length calls, and its output is 0.
         steps: The calls for each exchange of keys. None: the other kernel computes these rows.
         masks: The result of the other kernel's `prepare`. None if there are calls.
+        is_tree: Whether the calls are those of a `TreePacking`, whose results are merged.
     """
 
     num_tokens: int
     steps: Steps | None
     masks: Any
+    is_tree: bool = False
 
 
 class VarlenKernel(Kernel):
-    """Variable-length attention for rows with a `Packing`: several documents, sharded rows, or a window.
+    """Variable-length attention for rows with a `Packing` (several documents, sharded rows, or a window), or with a
+    `TreePacking` (shared beginnings).
 
     It contains another kernel, which exchanges the keys. That kernel also computes, under masks, the rows without a
     packing: plain causal rows on one rank, bidirectional images, documents whose positions do not increase by 1, and
@@ -88,11 +93,18 @@ class VarlenKernel(Kernel):
         self.gathers = self.masked.gathers
         self.is_context_parallel = self.masked.is_context_parallel
 
+    def computes_from(self, packing: Packing | TreePacking, window: int | None) -> bool:
+        return self.masked.has_calls(packing, window)
+
+    def take_rows(self, batch: Batch) -> None:
+        """Pass the rows on to the other kernel."""
+        self.masked.take_rows(batch)
+
     def keys(
         self,
         positions: Tensor,
         documents: Tensor | None,
-        packing: Packing | None = None,
+        packing: Packing | TreePacking | None = None,
         last_documents: Tensor | None = None,
     ) -> KeyStreams | None:
         if packing is not None:
@@ -100,9 +112,7 @@ class VarlenKernel(Kernel):
         return self.masked.keys(positions, documents, last_documents=last_documents)
 
     def prepare(self, visibility: Visibility, dtype: torch.dtype, device: torch.device) -> VarlenRows:
-        sees_to_image_ends = visibility.query_ends is not None
-        is_only_causal = visibility.packing is None and visibility.is_causal
-        packing = None if sees_to_image_ends or is_only_causal else find_packing(visibility)
+        packing = self._find_packing(visibility)
         if packing is None:
             masks = self.masked.prepare(visibility, dtype, device)
             return VarlenRows(visibility.queries, None, masks)
@@ -115,7 +125,13 @@ class VarlenKernel(Kernel):
         for calls in calls_of_steps:
             steps.append(segments[start : start + len(calls)])
             start += len(calls)
-        return VarlenRows(packing.length // num_ranks, steps, None)
+        return VarlenRows(packing.length // num_ranks, steps, None, packing.is_tree)
+
+    def _find_packing(self, visibility: Visibility) -> Packing | TreePacking | None:
+        """Return the packing of the rows that variable-length calls compute. None if the other kernel computes them."""
+        sees_to_image_ends = visibility.query_ends is not None
+        is_only_causal = visibility.packing is None and visibility.is_causal
+        return None if sees_to_image_ends or is_only_causal else find_packing(visibility)
 
     def begin_gather(self, k: Tensor, v: Tensor, prepared: VarlenRows) -> Gathering:
         if prepared.steps is not None:
@@ -129,12 +145,58 @@ class VarlenKernel(Kernel):
         if prepared.steps is None:
             return self.masked.over(q, k, v, prepared.masks, scale, sinks)
         tokens = q[:, : prepared.num_tokens]
-        out = self.masked.over_segments(self.flash, tokens, k, v, prepared.steps, scale, sinks)
+        if prepared.is_tree:
+            out = self._over_tree(tokens, k, v, prepared.steps, scale, sinks)
+        else:
+            out = self.masked.over_segments(self.flash, tokens, k, v, prepared.steps, scale, sinks)
         num_padding = q.shape[1] - out.shape[1]
         return F.pad(out, (0, 0, 0, 0, 0, num_padding)) if num_padding else out
 
+    def _over_tree(self, q: Tensor, k: Tensor, v: Tensor, steps: Steps, scale: float, sinks: Tensor | None) -> Tensor:
+        """Compute attention of a row with shared beginnings. The arguments are those of `Kernel.over_segments`."""
+        flat_q, flat_k, flat_v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)  # [tokens, heads, hd or hd_v]
+        attention = VarlenBlocks(self.flash, scale)
+        out = BlockByBlock.apply(flat_q.contiguous(), flat_k, flat_v, steps, self.masked.ring(), attention, sinks)
+        return out.unflatten(0, q.shape[:2])
 
-def find_packing(visibility: Visibility) -> Packing | None:
+
+class TreeKernel(VarlenKernel):
+    """Another kernel, which computes all rows but those with a `TreePacking`.
+
+    On a CPU, variable-length calls are no gain for packed rows, whose masks hide most keys of a span of queries. They
+    are one for shared beginnings, where the keys of other completions are between those that a query sees.
+
+    Args:
+        flash: Implementation of variable-length attention. None: `FlashOnCpu`.
+        masked: As for `VarlenKernel`.
+        note: As for `VarlenKernel`.
+    """
+
+    takes_packing = False
+
+    def __init__(self, flash: Flash | None = None, masked: Kernel | None = None, note: str = ""):
+        super().__init__(flash or FlashOnCpu(), masked, note)
+        self.name = self.masked.name
+
+    def computes_from(self, packing: Packing | TreePacking, window: int | None) -> bool:
+        return packing.is_tree and super().computes_from(packing, window)
+
+    def keys(
+        self,
+        positions: Tensor,
+        documents: Tensor | None,
+        packing: Packing | TreePacking | None = None,
+        last_documents: Tensor | None = None,
+    ) -> KeyStreams | None:
+        tree = packing if packing is not None and packing.is_tree else None
+        return super().keys(positions, documents, tree, last_documents)
+
+    def _find_packing(self, visibility: Visibility) -> Packing | TreePacking | None:
+        packing = visibility.packing
+        return packing if packing is not None and packing.is_tree else None
+
+
+def find_packing(visibility: Visibility) -> Packing | TreePacking | None:
     """Return the packing of full rows.
 
     If it is not given, plain rows have one document each. Otherwise the positions and documents of the keys are copied

@@ -29,6 +29,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from dtrain.attention.packing import Packing
+    from dtrain.attention.tree import TreePacking
 
 MASK_BYTES = 2**26  # largest mask in memory at a time, on a GPU
 
@@ -64,7 +65,7 @@ class Visibility:
     query_documents: Tensor | None = None
     key_documents: Tensor | None = None
     rows: int = 1
-    packing: "Packing | None" = None
+    packing: "Packing | TreePacking | None" = None
     query_ends: Tensor | None = None
     key_last_documents: Tensor | None = None
 

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dtrain.attention.linear.layer import LinearMask, causal_conv, conv_step, delta_step, gated_delta, last_window
+from dtrain.attention.tree import TreePacking
 from dtrain.models.common.config import FULL, LINEAR, LinearAttention, ModelConfig, RouterSettings
 from dtrain.models.common.config_fields import format_value
 from dtrain.models.common.decoder import DECODER_PLAN, QK_NORMS, Attention, Decoder, Mixer, PreNormLayer
@@ -286,7 +287,10 @@ class Qwen3_5Decoder(Decoder):
         if context.cache is not None:
             return context.cache.linear_mask(width)
         num_tokens = context.num_tokens or length
-        return LinearMask.of(context.seq_ids, num_tokens, width, self.kernel.group, self.flash_delta, context.packing)
+        packing = context.packing
+        if isinstance(packing, TreePacking):
+            raise ValueError("linear attention does not compute rows in which sequences share their beginnings")
+        return LinearMask.of(context.seq_ids, num_tokens, width, self.kernel.group, self.flash_delta, packing)
 
 
 class Qwen3_5ForCausalLM(TextTower):

@@ -28,7 +28,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from dtrain import models
 from dtrain.adapters.config import is_adapter
+from dtrain.attention import varlen
 from dtrain.attention.kernels import HALF, Kernel, SdpaKernel
+from dtrain.attention.varlen import TreeKernel, VarlenKernel
 from dtrain.base.errors import Problem, UserError
 from dtrain.base.name_patterns import matches_any, unmatched_patterns
 from dtrain.base.ranks import Ranks
@@ -46,7 +48,6 @@ from dtrain.recipe.schema import Train
 
 if TYPE_CHECKING:
     from dtrain.attention.linear.flash import FlashDelta
-    from dtrain.attention.varlen import VarlenKernel
     from dtrain.models.vision.common import VisionTower
 
 
@@ -229,12 +230,11 @@ def offloads_parameters(recipe: PolicyConfig, device: torch.device) -> bool:
 def _over_context_ranks(kernel: Kernel, mesh: Mesh, rotate: str) -> Kernel:
     """Wrap a kernel in the exchange of keys over cp."""
     from dtrain.attention.context import GatherKernel, RingKernel  # only for context parallel
-    from dtrain.attention.varlen import VarlenKernel
 
     exchange = RingKernel if rotate == "ring" else GatherKernel
     if isinstance(kernel, VarlenKernel):
         # Its inner kernel exchanges the keys, and computes the rows that need a mask.
-        return VarlenKernel(kernel.flash, exchange(kernel.masked, mesh.cp), note=kernel.note)
+        return type(kernel)(kernel.flash, exchange(kernel.masked, mesh.cp), note=kernel.note)
     return exchange(kernel, mesh.cp)
 
 
@@ -275,10 +275,7 @@ def choose_attention(
         Those of `varlen.choose_version` over `ranks`.
     """
     if not uses_varlen_kernel(recipe, precision, device.type):
-        return SdpaKernel()
-    from dtrain.attention import varlen  # only on CUDA
-    from dtrain.attention.varlen import VarlenKernel
-
+        return TreeKernel() if device.type == "cpu" else SdpaKernel()
     kernel = VarlenKernel()
 
     def check_on_all_ranks(is_later: bool) -> str | None:
@@ -308,8 +305,6 @@ def _find_varlen_problem(
 
     `is_later` is that of `varlen.check_varlen`. The other arguments are those of `choose_attention`.
     """
-    from dtrain.attention import varlen  # only on CUDA
-
     exchange = recipe.parallel.cp_rotate if recipe.parallel.cp > 1 else None
     for shape in config.attention_shapes(recipe.parallel.tp):
         problem = varlen.check_varlen(
@@ -433,12 +428,11 @@ def select_planned_kernel(recipe: PolicyConfig, precision: Precision, device_typ
         mesh: The mesh.
     """
     if uses_varlen_kernel(recipe, precision, device_type):
-        from dtrain.attention.varlen import VarlenKernel  # only for plans of CUDA
-
         return VarlenKernel()
     from dtrain.attention.kernels import SdpaByRow  # only for plans
 
-    return SdpaByRow(mesh.cp.get_local_rank(), mesh.cp.size())
+    by_row = SdpaByRow(mesh.cp.get_local_rank(), mesh.cp.size())
+    return TreeKernel(masked=by_row) if device_type == "cpu" else by_row
 
 
 def select_trained_parameters(model: CausalLM, recipe: PolicyConfig, dtype: torch.dtype) -> None:

@@ -7,11 +7,13 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from dtrain.attention.context import GatherKernel, RingKernel
 from dtrain.attention.kernels import GroupedKernel, SdpaKernel
-from dtrain.attention.tree import split_nodes
+from dtrain.attention.tree import TreePacking, split_nodes
+from dtrain.attention.varlen import TreeKernel, VarlenKernel
 from dtrain.attention.visibility import Visibility
 from dtrain.parallel.context.batch import shard_sequence
 from tests.attention.dense import tensors
-from tests.attention.forest import FORESTS
+from tests.attention.flash import WrittenFlash
+from tests.attention.forest import FORESTS, drawn
 from tests.cases import run_cases
 
 CPU = torch.device("cpu")
@@ -21,6 +23,11 @@ KERNELS_OF_CP = {
     "gather": lambda mesh: GatherKernel(SdpaKernel(), mesh),
     "ring": lambda mesh: RingKernel(SdpaKernel(), mesh),
     "gather by heads": lambda mesh: GroupedKernel(GatherKernel(SdpaKernel(), mesh)),
+    "calls gather": lambda mesh: TreeKernel(masked=GatherKernel(SdpaKernel(), mesh)),
+    "calls ring": lambda mesh: TreeKernel(masked=RingKernel(SdpaKernel(), mesh)),
+    "calls gather by heads": lambda mesh: GroupedKernel(TreeKernel(masked=GatherKernel(SdpaKernel(), mesh))),
+    "varlen gather": lambda mesh: VarlenKernel(WrittenFlash(), GatherKernel(SdpaKernel(), mesh)),
+    "varlen ring": lambda mesh: VarlenKernel(WrittenFlash(), RingKernel(SdpaKernel(), mesh)),
 }
 
 
@@ -54,16 +61,31 @@ class Expected:
 
 
 def largest_error(found, expected):
+    if not expected.numel():  # a rank without tokens
+        return 0.0
     difference = found.detach().double() - expected
     return float(difference.abs().max() / expected.abs().max().clamp(min=1))
+
+
+def visibility_of(kernel, window, positions, nodes, last, packing):
+    """The packing alone where the kernel computes from it, else the streams of all keys."""
+    length = positions.shape[1]
+    if kernel.computes_from(packing, window):
+        assert kernel.keys(positions, nodes, packing, last) is None
+        return Visibility(length, length, window, packing=packing)
+    keys = kernel.keys(positions, nodes, last_documents=last)
+    return Visibility(
+        *(length, keys.positions.shape[1], window, positions, keys.positions, nodes, keys.documents),
+        key_last_documents=keys.last_documents,
+    )
 
 
 def check_row(kernel, forest, window, heads, has_sinks, dtype, limit, padding=3):
     expected = Expected(forest, window, heads, has_sinks)
     positions, nodes, last = forest.streams(padding)
-    keys = kernel.keys(positions, nodes, last_documents=last)
     length = positions.shape[1]
-    visibility = Visibility(length, length, window, positions, *keys[:1], nodes, keys[1], key_last_documents=keys[2])
+    packing = TreePacking.of([*forest.lengths, padding], [*forest.parents, -1])
+    visibility = visibility_of(kernel, window, positions, nodes, last, packing)
     padded = []
     for tensor in (expected.q, expected.k, expected.v, expected.grad):
         padded.append(torch.nn.functional.pad(tensor, (0, 0, 0, 0, 0, padding), value=9.0).to(dtype))
@@ -89,6 +111,20 @@ def test_a_row_has_the_numbers_of_its_sequences(name, window):
     check_row(SdpaKernel(), FORESTS[name], window, HEADS[0], True, torch.float32, 1e-5)
 
 
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("case", [*FORESTS, *range(12)], ids=str)
+def test_calls_have_the_numbers_of_the_sequences(case, window):
+    forest = FORESTS[case] if case in FORESTS else drawn(case)
+    for heads in HEADS:
+        for has_sinks in (False, True):
+            check_row(TreeKernel(), forest, window, heads, has_sinks, torch.float64, 1e-12)
+    check_row(TreeKernel(), forest, window, HEADS[0], True, torch.float32, 1e-5)
+    check_row(GroupedKernel(TreeKernel()), forest, window, HEADS[0], True, torch.float64, 1e-12)
+    flash = WrittenFlash()
+    check_row(VarlenKernel(flash), forest, window, HEADS[0], False, torch.float64, 1e-12)
+    assert flash.calls
+
+
 def check_on_ranks(rank, kernel_name, size, forest, window, heads, has_sinks, dtype, limit):
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("cp",))["cp"]
     kernel = KERNELS_OF_CP[kernel_name](mesh)
@@ -103,10 +139,8 @@ def check_on_ranks(rank, kernel_name, size, forest, window, heads, has_sinks, dt
         return shard_sequence(row, rank, size)
 
     positions, nodes, last = (lay_out(stream, pad) for stream, pad in zip(forest.streams(), (0, -1, -1), strict=True))
-    keys = kernel.keys(positions, nodes, last_documents=last)
-    visibility = Visibility(
-        positions.shape[1], len(order), window, positions, keys[0], nodes, keys[1], key_last_documents=keys[2]
-    )
+    packing = TreePacking.of(forest.lengths, forest.parents, 2 * size)
+    visibility = visibility_of(kernel, window, positions, nodes, last, packing)
     leaves = [lay_out(tensor, 9.0).to(dtype).requires_grad_() for tensor in (expected.q, expected.k, expected.v)]
     sinks = None if expected.sinks is None else expected.sinks.to(dtype).requires_grad_()
     out = kernel(*leaves, kernel.prepare(visibility, dtype, CPU), 0.3, sinks)
@@ -123,7 +157,10 @@ def check_on_ranks(rank, kernel_name, size, forest, window, heads, has_sinks, dt
 def test_ranks_have_the_numbers_of_the_sequences(size):
     cases = {}
     for kernel in KERNELS_OF_CP:
-        for number, (name, forest) in enumerate(FORESTS.items()):
+        forests = (
+            FORESTS if kernel in ("gather", "ring") else FORESTS | {f"drawn {seed}": drawn(seed) for seed in range(6)}
+        )
+        for number, (name, forest) in enumerate(forests.items()):
             for window in WINDOWS:
                 heads, has_sinks = HEADS[number % 3], window in (None, 6) and number % 2 == 0
                 cases[f"{kernel}, {name}, {window}"] = (

@@ -77,6 +77,14 @@ class AttentionMasks:
         packing = None if sees_image_ends else context.packing
         return self._kernel.keys(self._positions, context.seq_ids, packing, context.last_seq_ids)
 
+    def _gather_keys_for_window(self) -> KeyStreams | None:
+        """Return positions and documents of all keys for a kernel that computes from the packing only without a window.
+
+        Collectives:
+            Under context parallel, one all-gather.
+        """
+        return self._kernel.keys(self._positions, self._context.seq_ids, None, self._context.last_seq_ids)
+
     def _visibility(self, window: int | None, image_ends: Tensor | None) -> Visibility:
         """Return the mask of the layers with a window, in the form that all kernels read.
 
@@ -86,7 +94,9 @@ class AttentionMasks:
         """
         packing = self._context.packing
         # Without positions and documents of the keys, the mask is causal, or the packing describes it.
-        uses_packing = packing is not None and self._kernel.takes_packing and image_ends is None
+        uses_packing = packing is not None and image_ends is None and self._kernel.computes_from(packing, window)
+        if self._keys is None and packing is not None and packing.is_tree and not uses_packing:
+            self._keys = self._gather_keys_for_window()
         if self._keys is None or uses_packing:
             return Visibility(self._length, self._length, window, rows=self._num_rows, packing=packing)
         return Visibility(

@@ -69,6 +69,7 @@ if TYPE_CHECKING:
 
     from dtrain.attention.linear.layer import LinearMask
     from dtrain.attention.packing import Packing
+    from dtrain.attention.tree import TreePacking
 
 
 Rotary = tuple[Tensor, ...]  # cosine and sine tables, and further tensors that a family's layers read by position
@@ -283,7 +284,8 @@ class MicroBatchContext:
             at its right: plain causal attention.
         last_seq_ids: In rows with shared beginnings, the last document that sees each token, -1 on padding, [B, S/cp].
             `attention.visibility` defines it. None: only the token's own document sees it.
-        packing: Documents of the full rows on the host, for a decoder that `takes_packing`.
+        packing: Documents of the full rows on the host, for a decoder that `takes_packing`. Kernels that do not compute
+            from a `TreePacking` ignore it.
         images: Images among the tokens.
         cache: KV cache that attends in place of kernel and mask. `position_ids` and `seq_ids` are then not read.
         routing: Routing in the sparse layers. None lets the router decide everywhere and records nothing.
@@ -294,7 +296,7 @@ class MicroBatchContext:
     position_ids: Tensor | None = None
     seq_ids: Tensor | None = None
     last_seq_ids: Tensor | None = None
-    packing: "Packing | None" = None
+    packing: "Packing | TreePacking | None" = None
     images: Images | None = None
     cache: DecodingCache | None = None
     routing: MicroBatchRouting | None = None
