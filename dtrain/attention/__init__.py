@@ -8,9 +8,10 @@ kernels        the interface of kernels; those that call torch's scaled_dot_prod
 blocks         attention over one block of keys, and merging the results of several blocks
 context        context parallel: keys are gathered, or passed around a ring of ranks
 packing        the documents of packed rows, and the calls of variable-length attention that compute them
-segments       variable-length attention: operations on CUDA
-varlen         the kernel that uses variable-length attention for packed rows, and its check on a device;
-               FlashAttention-3 and 4 instead of torch's version 2
+tree           rows in which sequences share their beginning: their layout under context parallel, and their calls
+segments       variable-length attention: operations on CUDA and on CPUs
+varlen         the kernels that use variable-length attention, for packed rows and shared beginnings, and their check on
+               a device; FlashAttention-3 and 4 instead of torch's version 2
 foreign        attention of models that are not dtrain's, inside a context-parallel context
 linear         the gated delta rule of Qwen3.5
 """

@@ -39,6 +39,11 @@ class Forest(NamedTuple):
         rows = [positions + [0] * padding, nodes + [-1] * padding, last + [-1] * padding]
         return [torch.tensor([row]) for row in rows]
 
+    def tokens_of_path(self, node):
+        """The tokens, in preorder, of the sequence from the root to the end of `node`."""
+        starts = list(accumulate(self.lengths, initial=0))
+        return torch.cat([torch.arange(starts[other], starts[other + 1]) for other in self.path(node)])
+
     def in_chunks(self, num_chunks):
         """For each place of the row under context parallel, the index of its token in preorder, -1 for padding."""
         pieces, chunk_length = split_nodes(self.lengths, num_chunks)
@@ -54,10 +59,9 @@ class Forest(NamedTuple):
 
     def attend(self, q, k, v, window, scale, sinks=None):
         """Attention of each node's tokens at the end of the sequence from the root to it, [1, T, H, hd_v] float64."""
-        starts = list(accumulate(self.lengths, initial=0))
         outputs = []
         for node, length in enumerate(self.lengths):
-            tokens = torch.cat([torch.arange(starts[other], starts[other + 1]) for other in self.path(node)])
+            tokens = self.tokens_of_path(node)
             distance = torch.arange(len(tokens))[:, None] - torch.arange(len(tokens))
             seen = (distance >= 0) & (distance < (window or 10**9))
             sequence = [tensor[:, tokens] for tensor in (q, k, v)]

@@ -70,6 +70,10 @@ def largest_error(found, expected):
 def visibility_of(kernel, window, positions, nodes, last, packing):
     """The packing alone where the kernel computes from it, else the streams of all keys."""
     length = positions.shape[1]
+    inner = kernel.inner if isinstance(kernel, GroupedKernel) else kernel
+    if isinstance(inner, VarlenKernel):
+        # Calls compute every row but those of a ring under a window.
+        assert kernel.computes_from(packing, window) == (inner.masked.ring() is None or window is None)
     if kernel.computes_from(packing, window):
         assert kernel.keys(positions, nodes, packing, last) is None
         return Visibility(length, length, window, packing=packing)
