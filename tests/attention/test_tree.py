@@ -171,3 +171,72 @@ def test_ranks_have_the_numbers_of_the_sequences(size):
                     *(kernel, size, forest, window, heads, has_sinks, torch.float64, 1e-12),
                 )
     run_cases(check_on_ranks, size, cases)
+
+
+def pairs(calls):
+    """Pairs of query and key, each causal segment counted as a rectangle."""
+    total = 0
+    for call in calls:
+        total += sum(q * k for q, k in zip(call.query_lengths, call.key_lengths, strict=True))
+    return total
+
+
+def test_a_prompt_is_read_once():
+    """Eight completions of 128 behind a prompt of 512: one segment over the prompt, and a third of the pairs."""
+    packing = TreePacking.of([512] + [128] * 8, [-1] + [0] * 8)
+    own, of_prompt = packing.of_rows(None)
+    assert own.query_lengths == own.key_lengths == [512] + [128] * 8
+    assert (of_prompt.query_lengths, of_prompt.key_lengths) == ([1024], [512])
+    assert pairs(packing.of_rows(None)) == 512**2 + 8 * 128**2 + 1024 * 512
+    # A window that hides nothing copies no keys, and one that hides something copies at most window - 1 per node.
+    assert packing.of_rows(640) == packing.of_rows(None)
+    (under_window,) = packing.of_rows(100)
+    assert sum(under_window.key_lengths) == 512 + 8 * (128 + 99)
+
+
+@pytest.mark.parametrize("exchange", ["over_gathered", "in_ring"])
+def test_ranks_have_the_same_work(exchange):
+    """Within a percent, although the completions are as many as there are chunks, and short."""
+    size = 4
+    packing = TreePacking.of([4096] + [509] * 8, [-1] + [0] * 8, 2 * size)
+    work = []
+    for rank in range(size):
+        calls = getattr(packing, exchange)(None, rank, size)
+        work.append(pairs(calls) if exchange == "over_gathered" else pairs(sum(calls, [])))
+    assert max(work) <= 1.01 * min(work)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_only_the_inputs_and_the_output_are_saved(window):
+    """Neither masks nor copies of the prompt's keys."""
+    forest = FORESTS["a prompt with three completions"]
+    expected = Expected(forest, window, HEADS[0], False)
+    leaves = [tensor.clone().requires_grad_() for tensor in (expected.q, expected.k, expected.v)]
+    length = sum(forest.lengths)
+    packing = TreePacking.of(forest.lengths, forest.parents)
+    kernel = TreeKernel()
+    prepared = kernel.prepare(Visibility(length, length, window, packing=packing), torch.float64, CPU)
+    saved = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = kernel(*leaves, prepared, 0.3)
+    log_sum_exp_bytes = out.shape[1] * out.shape[2] * out.element_size()
+    assert sum(saved.values()) <= sum(tensor.nbytes for tensor in (*leaves, out)) + log_sum_exp_bytes
+
+
+@pytest.mark.parametrize(
+    ("lengths", "parents", "message"),
+    [
+        ([3, 0], [-1, 0], "node 1 has 0 tokens"),
+        ([3, 2, 2, 1], [-1, 0, -1, 1], "node 3 is not behind its parent 1"),
+        ([3, 2], [-1, 1], "node 1 is not behind its parent 1"),
+    ],
+)
+def test_nodes_that_are_no_forest_in_preorder(lengths, parents, message):
+    with pytest.raises(ValueError, match=message):
+        TreePacking.of(lengths, parents)
