@@ -38,6 +38,9 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
 from dtrain.attention.packing import Call
 from dtrain.parallel.context.batch import get_chunk_indices
 
@@ -82,6 +85,20 @@ def split_nodes(node_lengths: Sequence[int], num_chunks: int) -> SplitNodes:
         next_chunk = (next_chunk + remainder) % num_chunks
     chunk_length = -(-sum(node_lengths) // num_chunks)
     return SplitNodes(pieces, chunk_length)
+
+
+class TreeStreams(NamedTuple):
+    """What a mask reads of the tokens of a row with shared beginnings, in the order of the row.
+
+    Attributes:
+        positions: Positions in the sequence from the root, 0 on padding, [1, S] int64.
+        nodes: Index of each token's node, -1 on padding, [1, S] int64.
+        last_nodes: Index of the last node that sees each token, -1 on padding, [1, S] int64.
+    """
+
+    positions: Tensor
+    nodes: Tensor
+    last_nodes: Tensor
 
 
 class _Piece(NamedTuple):
@@ -162,6 +179,28 @@ class TreePacking:
     def length(self) -> int:
         """Number of tokens of the full row, with its padding."""
         return self.chunk_length * len(self.pieces)
+
+    def streams(self) -> TreeStreams:
+        """Return the positions and nodes of the row's tokens.
+
+        Example:
+            >>> streams = TreePacking.of([2, 2, 1], [-1, 0, 0]).streams()
+            >>> streams.positions.tolist(), streams.nodes.tolist(), streams.last_nodes.tolist()
+            ([[0, 1, 2, 3, 2]], [[0, 0, 1, 1, 2]], [[2, 2, 1, 1, 2]])
+        """
+        first_positions: list[int] = []  # of each node
+        for parent in self.parents:
+            first_positions.append(first_positions[parent] + self._node_lengths[parent] if parent >= 0 else 0)
+        positions = torch.zeros(1, self.length, dtype=torch.int64)
+        nodes, last_nodes = torch.full_like(positions, -1), torch.full_like(positions, -1)
+        for chunk in range(len(self.pieces)):
+            for piece in self._pieces_of(chunk):
+                tokens = self._local_slice(chunk, piece)  # slices of the full row, because all chunks count
+                first = first_positions[piece.node] + piece.begin
+                positions[0, tokens] = torch.arange(first, first + piece.length)
+                nodes[0, tokens] = piece.node
+                last_nodes[0, tokens] = self._last_nodes[piece.node]
+        return TreeStreams(positions, nodes, last_nodes)
 
     def of_rows(self, window: int | None) -> list[Call]:
         """Return the calls of a rank that has the full row.

@@ -37,6 +37,7 @@ VERSIONS = {9: ("FA3", "flash_attn_interface"), 10: ("FA4", "flash_attn")}
 """torch's name of a version and its package, by the major number of the GPU's compute capability."""
 
 _CHECK_LENGTHS = ((1, 61, 66, 128), (62, 138, 56))  # documents of two rows of 256, the last of them padding
+_CHECK_NODES, _CHECK_PARENTS = (61, 66, 1, 56, 72), (-1, 0, 1, 1, 0)  # a row of 256 with shared beginnings
 _CHECK_WINDOW = 100  # a window that hides something of these
 # Errors that are raised if torch, a kernel's package or the device does not support an operation.
 UNSUPPORTED = RuntimeError, ValueError, TypeError, AttributeError, AssertionError
@@ -294,7 +295,7 @@ class CheckCase(NamedTuple):
         v: [B, S, kv, hd_v].
         grad: Gradient of the output, [B, S, H, hd_v].
         visibility: The mask.
-        packing: The documents of the rows.
+        packing: The documents of the rows, or the nodes of one row.
         scale: Factor of the scores.
         sinks: [H], or None.
     """
@@ -304,7 +305,7 @@ class CheckCase(NamedTuple):
     v: Tensor
     grad: Tensor
     visibility: Visibility
-    packing: Packing
+    packing: Packing | TreePacking
     scale: float
     sinks: Tensor | None = None
 
@@ -345,6 +346,7 @@ def check_varlen(
     exchange: str | None = None,
     sinks: bool = False,
     is_later: bool = False,
+    shares_beginnings: bool = False,
 ) -> str | None:
     """Compare variable-length attention on a device with `SdpaKernel`, forward and backward, for small cases.
 
@@ -363,6 +365,7 @@ def check_varlen(
         sinks: Whether the heads have sinks.
         is_later: Whether `choose_version` has activated FlashAttention-3 or 4. SDPA then uses it for plain causal rows,
             too, so these are also checked.
+        shares_beginnings: Whether to also check rows with shared beginnings.
 
     Returns:
         The problem, or None if the results are as close to those in float32 as SDPA's.
@@ -373,9 +376,12 @@ def check_varlen(
     """
     smaller_window = None if window is None else min(window, _CHECK_WINDOW)
 
-    def make_case(case_dtype: torch.dtype) -> CheckCase:
+    def make_case(case_dtype: torch.dtype, rows: CheckRows | None = None) -> CheckCase:
         return _check_case(
-            heads, key_heads, head_dim, value_dim, smaller_window, sinks, dtype=case_dtype, device=device
+            rows or _packed_rows(smaller_window, device),
+            *(heads, key_heads, head_dim, value_dim, sinks),
+            dtype=case_dtype,
+            device=device,
         )
 
     try:
@@ -388,6 +394,12 @@ def check_varlen(
             checks.append(_Check(f"varlen for {exchange}", attend(flash, case), sdpa, exact))
         if is_later:
             checks.append(_check_sdpa(case, exact_case))
+        if shares_beginnings:
+            # In a ring, masks compute shared beginnings under a window.
+            window_of_calls = None if exchange == "ring" else smaller_window
+            rows = _row_with_shared_beginnings(1 if exchange is None else 4, window_of_calls, device)
+            tree_case, exact_tree_case = make_case(dtype, rows), make_case(torch.float32, rows)
+            checks.append(_check_shared_beginnings(flash, tree_case, exact_tree_case, exchange))
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise
     except UNSUPPORTED as error:
@@ -408,6 +420,18 @@ def _check_sdpa(case: CheckCase, exact_case: CheckCase) -> _Check:
         by_math = _attend_rows(SdpaKernel(), rows)
     results = _attend_rows(SdpaKernel(), rows)
     return _Check("sdpa of plain rows", results, by_math, _attend_rows(SdpaKernel(), exact_rows))
+
+
+def _check_shared_beginnings(flash: Flash, case: CheckCase, exact_case: CheckCase, exchange: str | None) -> _Check:
+    """Compute a row with shared beginnings by variable-length calls on two ranks, or on one without an exchange."""
+    if exchange is None:
+        results = _attend_rows(VarlenKernel(flash), case)
+    elif exchange == "ring":
+        results = attend_in_ring(flash, case)
+    else:
+        results = attend_tree_gathered(flash, case)
+    sdpa, exact = _attend_rows(SdpaKernel(), case), _attend_rows(SdpaKernel(), exact_case)
+    return _Check("varlen for shared beginnings", results, sdpa, exact)
 
 
 def describe_difference(
@@ -442,17 +466,15 @@ def _largest_difference(values: Tensor, exact: Tensor) -> float:
     return float((values.float() - exact).abs().max())
 
 
-def _check_case(
-    heads: int,
-    key_heads: int,
-    head_dim: int,
-    value_dim: int,
-    window: int | None,
-    has_sinks: bool,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> CheckCase:
+class CheckRows(NamedTuple):
+    """Rows of the check of a kernel: their mask, and the packing that describes the same."""
+
+    visibility: Visibility
+    packing: Packing | TreePacking
+
+
+def _packed_rows(window: int | None, device: torch.device) -> CheckRows:
+    """Return two rows with several documents each."""
     documents = documents_of(_CHECK_LENGTHS)
     positions = torch.tensor([[position for size in row for position in range(size)] for row in _CHECK_LENGTHS])
     rows, length = documents.shape
@@ -460,10 +482,43 @@ def _check_case(
     assert packing is not None
     documents, positions = documents.to(device), positions.to(device)
     visibility = Visibility(length, length, window, positions, positions, documents, documents, rows, packing)
+    return CheckRows(visibility, packing)
+
+
+def _row_with_shared_beginnings(num_chunks: int, window: int | None, device: torch.device) -> CheckRows:
+    """Return a row of nodes at three depths, which is cut into chunks as under context parallel."""
+    packing = TreePacking.of(_CHECK_NODES, _CHECK_PARENTS, num_chunks)
+    positions, nodes, last_nodes = (stream.to(device) for stream in packing.streams())
+    length = packing.length
+    visibility = Visibility(
+        length,
+        length,
+        window,
+        query_positions=positions,
+        key_positions=positions,
+        query_documents=nodes,
+        key_documents=nodes,
+        packing=packing,
+        key_last_documents=last_nodes,
+    )
+    return CheckRows(visibility, packing)
+
+
+def _check_case(
+    rows: CheckRows,
+    heads: int,
+    key_heads: int,
+    head_dim: int,
+    value_dim: int,
+    has_sinks: bool,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> CheckCase:
     generator = torch.Generator().manual_seed(0)
 
     def random(num_heads: int, size: int) -> Tensor:
-        values = torch.randn(rows, length, num_heads, size, generator=generator)
+        values = torch.randn(rows.visibility.rows, rows.visibility.keys, num_heads, size, generator=generator)
         # Rounded to bfloat16, so that the case in float32 has the same numbers.
         return values.to(torch.bfloat16).float().to(device, dtype)
 
@@ -472,7 +527,7 @@ def _check_case(
     v = random(key_heads, value_dim)
     grad = random(heads, value_dim)
     sinks = torch.linspace(-1.0, 3.0, heads, device=device, dtype=dtype) if has_sinks else None
-    return CheckCase(q, k, v, grad, visibility, packing, head_dim**-0.5, sinks)
+    return CheckCase(q, k, v, grad, rows.visibility, rows.packing, head_dim**-0.5, sinks)
 
 
 def _attend_rows(kernel: Kernel, case: CheckCase) -> list[Tensor]:
@@ -494,6 +549,22 @@ def attend_gathered(flash: Flash, case: CheckCase, size: int = 2) -> list[Tensor
             calls = calls_to_device(case.packing.over_gathered(case.visibility.window, rank, size), q.device)
             local_q = shard_sequence(q, rank, size)
             outputs.append(over_keys(flash, local_q, k.flatten(0, 1), v.flatten(0, 1), calls, case.scale, sinks))
+        return join_sequence(outputs, 1)
+
+    return with_gradients(attend, case.inputs, case.grad)
+
+
+def attend_tree_gathered(flash: Flash, case: CheckCase, size: int = 2) -> list[Tensor]:
+    """Compute the same as `attend_gathered` for a row with shared beginnings. No collectives."""
+    attention = VarlenBlocks(flash, case.scale)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+        outputs = []
+        for rank in range(size):
+            calls = calls_to_device(case.packing.over_gathered(case.visibility.window, rank, size), q.device)
+            local_q = shard_sequence(q, rank, size)[0]
+            out = BlockByBlock.apply(local_q, k[0], v[0], [calls], None, attention, sinks)
+            outputs.append(out[None])
         return join_sequence(outputs, 1)
 
     return with_gradients(attend, case.inputs, case.grad)

@@ -99,6 +99,9 @@ def test_a_kernel_that_computes_what_sdpa_does_proves_itself(window, dtype, exch
         assert check_varlen(WrittenFlash(), window=window, dtype=dtype, exchange=exchange, sinks=sinks, **HEADS) is None
     values = HEADS | {"value_dim": 10}
     assert check_varlen(WrittenFlash(), window=window, dtype=dtype, exchange=exchange, **values) is None
+    shared = {"window": window, "dtype": dtype, "exchange": exchange, "shares_beginnings": True}
+    for sinks in (False, True):
+        assert check_varlen(WrittenFlash(), sinks=sinks, **shared, **HEADS) is None
     assert torch.equal(state, torch.get_rng_state())
 
 
@@ -176,6 +179,8 @@ def test_a_kernel_that_computes_something_else_is_found_out(flash, exchange):
         assert check_varlen(flash(), window=5, dtype=torch.bfloat16, **HEADS) is None
     if flash is OwnSumInBackward:
         assert "gives other numbers" in check_varlen(flash(), window=5, dtype=torch.bfloat16, sinks=True, **HEADS)
+        found = check_varlen(flash(), window=None, dtype=torch.bfloat16, shares_beginnings=True, **HEADS)
+        assert found.startswith("varlen for shared beginnings gives other numbers")
 
 
 def test_plain_rows_are_looked_at_too_where_another_has_taken_the_place_of_sdpas_own(monkeypatch):
