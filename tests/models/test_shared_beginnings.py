@@ -77,10 +77,11 @@ def test_a_row_has_the_numbers_of_its_sequences(variant):
     logits, gradients = expected_of(variant, FAMILIES[variant])
     ids, grad = tokens()
     packing = TreePacking.of(FOREST.lengths, FOREST.parents)
+    positions, nodes, last = FOREST.streams()
     for make_kernel in KERNELS.values():
         model = model_of(variant, FAMILIES[variant])
         model.use_kernel(make_kernel())
-        found = model.logits(model.model(ids, MicroBatchContext(*FOREST.streams(), packing)))
+        found = model.logits(model.model(ids, MicroBatchContext(positions, nodes, packing, last_seq_ids=last)))
         found.backward(grad)
         assert_close(found.detach(), logits)
         for name, values in gradients_of(model).items():
@@ -102,7 +103,7 @@ def check_on_ranks(rank, size, variant, kernel):
     ids, grad = tokens()
     positions, nodes, last = FOREST.streams()
     packing = TreePacking.of(FOREST.lengths, FOREST.parents, 2 * size)
-    context = MicroBatchContext(lay_out(positions, 0), lay_out(nodes, -1), lay_out(last, -1), packing)
+    context = MicroBatchContext(lay_out(positions, 0), lay_out(nodes, -1), packing, last_seq_ids=lay_out(last, -1))
     model = model_of(variant, FAMILIES[variant])
     model.use_kernel(KERNELS_OF_CP[kernel](mesh))
     found = model.logits(model.model(lay_out(ids, 0), context))

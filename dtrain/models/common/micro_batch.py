@@ -282,8 +282,6 @@ class MicroBatchContext:
         position_ids: Positions, [B, S/cp]. None counts each row from 0.
         seq_ids: Documents of packed rows, -1 on padding, [B, S/cp]. None if each row is one document, with any padding
             at its right: plain causal attention.
-        last_seq_ids: In rows with shared beginnings, the last document that sees each token, -1 on padding, [B, S/cp].
-            `attention.visibility` defines it. None: only the token's own document sees it.
         packing: Documents of the full rows on the host, for a decoder that `takes_packing`. Kernels that do not compute
             from a `TreePacking` ignore it.
         images: Images among the tokens.
@@ -291,17 +289,19 @@ class MicroBatchContext:
         routing: Routing in the sparse layers. None lets the router decide everywhere and records nothing.
         adapters: Whether adapters take part, and their dropout. None: they do, and drop nothing.
         num_tokens: Tokens of a row without the padding that sequence parallel adds. None if it added none.
+        last_seq_ids: In rows with shared beginnings, the last document that sees each token, -1 on padding, [B, S/cp].
+            `attention.visibility` defines it. None: only the token's own document sees it.
     """
 
     position_ids: Tensor | None = None
     seq_ids: Tensor | None = None
-    last_seq_ids: Tensor | None = None
     packing: "Packing | TreePacking | None" = None
     images: Images | None = None
     cache: DecodingCache | None = None
     routing: MicroBatchRouting | None = None
     adapters: AdapterContext | None = None
     num_tokens: int | None = None
+    last_seq_ids: Tensor | None = None
 
     def padded(self, num_tokens: int, missing: int) -> "MicroBatchContext":
         """Return the context of rows of `num_tokens` with `missing` more tokens of padding at their ends."""
