@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dtrain.adapters.config import PARAMETERS, AdapterConfig, adapter_parameter_shapes, is_adapter
-from dtrain.base.batch import Batch, document_ids, num_documents, sum_by_document
+from dtrain.base.batch import Batch
 from dtrain.base.randomness import mix, random_key, random_uniform
 from dtrain.models.building import adaptable_shapes, build
 from dtrain.models.common.config import ModelConfig
@@ -58,8 +58,9 @@ class AdapterSettings:
     def dropout_tokens(self, batch: Batch, step: int) -> Tensor:
         """Return a number for each token, from which dropout is computed.
 
-        A number is a function of the seed, the step, the tokens of the document and the position in the document. So
-        dropout is the same on every mesh, in whatever row or micro-batch a document is. Equal documents have equal
+        A number is a function of the seed, the step, the position of the token in its document, and the tokens of the
+        document up to this one. So dropout is the same on every mesh, in whatever row or micro-batch a document is, and
+        whether or not the beginning that documents have in common is computed once. Equal beginnings have equal
         dropout.
 
         Args:
@@ -68,14 +69,29 @@ class AdapterSettings:
 
         Returns:
             [B, S] int64.
+
+        Example:
+            The second document begins like the first one, so it has the same numbers there.
+
+            >>> settings = AdapterSettings(AdapterConfig(dropout=0.1))
+            >>> ids, seq_ids = torch.tensor([[5, 6, 7, 5, 6, 8]]), torch.tensor([[0, 0, 0, 1, 1, 1]])
+            >>> positions = torch.tensor([[0, 1, 2, 0, 1, 2]])
+            >>> batch = {"input_ids": ids, "seq_ids": seq_ids, "position_ids": positions}
+            >>> first, second = settings.dropout_tokens(batch, step=0).chunk(2, 1)
+            >>> (first == second).tolist()
+            [[True, True, False]]
         """
-        document_of_token, positions = document_ids(batch), batch["position_ids"]
+        positions, seq_ids = batch["position_ids"], batch["seq_ids"]
         hashes = mix(mix(batch["input_ids"] + 1) + positions)  # [B, S]
-        # A document's hash is the sum of its tokens' hashes, and does not depend on where the document is.
-        document_hashes = sum_by_document(hashes, document_of_token, num_documents(batch)) + random_key(self.seed, step)
-        # Padding has document -1, which reads the zero that is appended.
-        with_zero = torch.cat([document_hashes, document_hashes.new_zeros(1)])
-        return mix(mix(with_zero[document_of_token]) + positions)
+        # The sum of the hashes from the beginning of the document: subtract what the row had before the document.
+        sums = hashes.cumsum(1)  # integers, which wrap around
+        begins_document = torch.ones_like(seq_ids, dtype=torch.bool)
+        begins_document[:, 1:] = seq_ids.diff() != 0
+        columns = torch.arange(seq_ids.shape[1])
+        first_columns = torch.where(begins_document, columns, 0).cummax(1).values
+        sums_before = (sums - hashes).gather(1, first_columns)
+        prefix_hashes = sums - sums_before + random_key(self.seed, step)
+        return mix(mix(prefix_hashes) + positions)
 
 
 @dataclass

@@ -51,6 +51,8 @@ STREAMS = {
     "last_seq_ids": Stream(PADDING_SEQ_ID, torch.int64),
     # Like seq_ids, but counted through all rows of the batch instead of through each row.
     "document_ids": Stream(PADDING_SEQ_ID, torch.int64),
+    # Documents with the same number begin with the same prompt, which may be computed once (`policy.prompt_sharing`).
+    "prompt_ids": Stream(-1, torch.int64),
     "token_weights": Stream(0.0, torch.float64),
     # Log-probabilities of the labels, each at the position of its label: of the reference model, of the weights at the
     # start of an update, and of the engine that sampled the tokens.

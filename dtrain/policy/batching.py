@@ -40,6 +40,7 @@ from dtrain.base.batch import IGNORE_INDEX, PADDING_SEQ_ID, ROW_STREAMS, STREAMS
 from dtrain.base.randomness import random_key
 from dtrain.base.ranks import Ranks
 from dtrain.data.rows.rows import pack
+from dtrain.policy.prompt_sharing import PROMPT_IDS, PromptSharing, SharedPrompts, SharedRow
 
 RESERVED_STREAMS = ("document_ids", "label_index")
 """Names of streams that the policy adds to each micro-batch. A caller's stream must have another name."""
@@ -459,12 +460,21 @@ class MicroBatch(dict[str, Tensor]):
     Attributes:
         per_row: Names of the streams that have a value for each row, [n, ..]. The others are [n, S, ..].
         images: Images of the rows, or None. The stream `image_features` counts features over all rows.
+        shared_row: How the model computes the only row of the micro-batch, whose documents begin alike. None: every
+            document is computed on its own.
     """
 
-    def __init__(self, streams: Mapping[str, Tensor], per_row: Collection[str] = (), images: RowImages | None = None):
+    def __init__(
+        self,
+        streams: Mapping[str, Tensor],
+        per_row: Collection[str] = (),
+        images: RowImages | None = None,
+        shared_row: SharedRow | None = None,
+    ):
         super().__init__(streams)
         self.per_row = frozenset(per_row)
         self.images = images
+        self.shared_row = shared_row
 
 
 class MicroBatches(NamedTuple):
@@ -473,10 +483,12 @@ class MicroBatches(NamedTuple):
     Attributes:
         batches: The micro-batches, as many on every dp rank. Those beyond `plan` are padding.
         plan: Indices of the rows of each micro-batch that has any.
+        is_packed: Whether the rows of each micro-batch are joined to one row.
     """
 
     batches: list[MicroBatch]
     plan: list[list[int]]
+    is_packed: bool
 
 
 def split_into_micro_batches(
@@ -486,8 +498,12 @@ def split_into_micro_batches(
     dp: DeviceMesh,
     per_row: Collection[str] = (),
     images: RowImages | None = None,
+    sharing: PromptSharing | None = None,
 ) -> MicroBatches:
     """Split this dp rank's rows into micro-batches, as many on every dp rank.
+
+    If documents share their beginnings, the rows of each micro-batch are joined to one row, whatever the rule. The
+    limit of `DynamicShapes` and `Packed` is then the number of computed tokens.
 
     Args:
         rows: Streams of the rows, [n, S, ..] or [n, ..].
@@ -496,17 +512,60 @@ def split_into_micro_batches(
         dp: The data-parallel mesh.
         per_row: Names of the streams that have a value for each row.
         images: Images of the rows.
+        sharing: How the documents of a group in the stream `prompt_ids` share their beginnings. None: they do not.
 
     Collectives:
         One all-reduce over dp, unless `batching` is `Fixed`, where `max_rows` determines the number.
     """
-    plan = batching.plan(row_lengths(rows))
+    shared = None
+    if sharing is not None and PROMPT_IDS in rows and len(rows["input_ids"]):
+        shared = SharedPrompts(rows, images, sharing)
+    shares = shared is not None and shared.saves
+    if shared is None or not shares or isinstance(batching, Fixed):
+        plan = batching.plan(row_lengths(rows))
+    else:
+        plan = _plan_shared_rows(shared, batching)
     if isinstance(batching, Fixed):
         count = -(-max_rows // batching.rows)  # rounded up
     else:
         count = int(all_reduce(torch.tensor([len(plan)]), dp, dist.ReduceOp.MAX))
-    batches = build_micro_batches(rows, plan, max(1, count), batching.is_packed, per_row, images)
-    return MicroBatches(batches, plan)
+    is_packed = batching.is_packed or shares
+    batches = build_micro_batches(rows, plan, max(1, count), is_packed, per_row, images)
+    if shared is not None and shares:
+        for batch, indices in zip(batches, plan, strict=False):  # batches beyond the plan are padding
+            batch.shared_row = shared.shared_row(indices)
+    return MicroBatches(batches, plan, is_packed)
+
+
+def _plan_shared_rows(shared: SharedPrompts, batching: DynamicShapes | Packed) -> list[list[int]]:
+    """Return the rows of each micro-batch, with the rows that share a beginning in as few micro-batches as possible.
+
+    Args:
+        shared: The documents of the rows.
+        batching: The limit of tokens, and the rows that have to stay together.
+    """
+    rows_per_sample = batching.rows_per_sample if isinstance(batching, DynamicShapes) else 1
+    num_rows = 1 + max(document.row for document in shared.documents)
+    parts: list[list[int]] = []  # rows that share a beginning, or a part of them that fits into a micro-batch
+    lengths: list[int] = []
+    for samples in shared.linked_samples(rows_per_sample):
+        part: list[int] = []
+        length = 0
+        for sample in samples:
+            first_row = sample * rows_per_sample
+            new_rows = list(range(first_row, min(first_row + rows_per_sample, num_rows)))
+            new_length = shared.num_computed_tokens(part + new_rows)
+            if part and new_length > batching.tokens:
+                parts.append(part)
+                lengths.append(length)
+                part, new_length = [], shared.num_computed_tokens(new_rows)
+            part, length = part + new_rows, new_length
+        parts.append(part)
+        lengths.append(length)
+    plan = []
+    for members in Packed(batching.tokens).plan(lengths):
+        plan.append([row for index in members for row in parts[index]])
+    return plan
 
 
 def build_micro_batches(

@@ -78,8 +78,8 @@ class Teacher:
 
         Args:
             inputs: The student's input (`LogprobSource.inputs`).
-            fn: Receives the teacher's hidden states and head weight. It runs in the caller's grad mode, but the teacher
-                itself gets no gradient.
+            fn: Receives the teacher's hidden states, at the positions that the student's loss reads, and head weight.
+                It runs in the caller's grad mode, but the teacher itself gets no gradient.
 
         Returns:
             The result of `fn`.
@@ -91,7 +91,8 @@ class Teacher:
 
         def at_head(hidden: Tensor, head_weight: Tensor) -> Result:
             with torch.set_grad_enabled(is_grad_enabled):
-                return fn(HeadInput(hidden.flatten(0, 1), head_weight, self._head.softcap))
+                states = inputs.states_for_loss(hidden).flatten(0, 1)
+                return fn(HeadInput(states, head_weight, self._head.softcap))
 
         with torch.no_grad():
             return self.model.with_head(at_head, inputs.input_ids, inputs.context.for_another_model())
@@ -155,7 +156,7 @@ class RewardModel:
         for index in range(dp_rank, len(prompts), dp_size):
             rows.append(_document_row(self._ids(prompts[index], completions[index])))
         local_scores = torch.zeros(len(rows), dtype=torch.float64)
-        batches, plan = split_into_micro_batches(collate(rows), self._batching, len(rows), self._policy.mesh.dp)
+        batches, plan, _ = split_into_micro_batches(collate(rows), self._batching, len(rows), self._policy.mesh.dp)
         with torch.no_grad():
             for index, batch in enumerate(batches):
                 no_targets = torch.zeros(num_rows(batch), dtype=torch.float64)

@@ -39,7 +39,7 @@ from dtrain.base.batch import (
 )
 from dtrain.base.errors import UserError
 from dtrain.checkpoint.huggingface.read import read_weights
-from dtrain.models.common.config import ModelConfig
+from dtrain.models.common.config import LINEAR, ModelConfig
 from dtrain.models.common.routing import BalanceLoss, RoutingRecord, RoutingTotals
 from dtrain.models.read_config import read_config
 from dtrain.optim.update import Updater
@@ -60,6 +60,7 @@ from dtrain.policy.checkpoint import PolicyCheckpoint
 from dtrain.policy.offloader import DeviceMonitor, PolicyOffloader
 from dtrain.policy.optimizer import build_gradient_sums, build_updater, offloads_optimizer
 from dtrain.policy.options import BuildOptions, PolicyConfig, Precision, choose_precision
+from dtrain.policy.prompt_sharing import PROMPT_IDS, PromptSharing
 from dtrain.policy.reference import Reference
 from dtrain.policy.results import StepCounts, StepObserver, StepResult, Totals, UpdateResult
 from dtrain.policy.score import LogprobSource, Loss, Scorer
@@ -113,6 +114,8 @@ class Policy:
         offloader: Moves weights and optimizer state between device and host.
         weights: Sends full weights to inference engines.
         monitor: Reads the memory of this rank's device.
+        prompt_sharing: How documents with equal numbers in the stream `prompt_ids` share their beginnings. None: every
+            document is computed on its own.
 
     Collectives:
         Those of `build.build_model`.
@@ -148,6 +151,7 @@ class Policy:
         self.model = model
         self.sharding = Sharding(model)
         self.scorer = Scorer(model, mesh, device, self._observer)
+        self.prompt_sharing = _prompt_sharing(recipe.train.share_prompts, config)
         self.updater: Updater | None = None
         self.gradient_sums: GradientAccumulator | None = None  # sums bfloat16 gradients over micro-batches
         self.reference: Reference | None = None
@@ -388,7 +392,7 @@ class Policy:
         def score(rows: Batch) -> list[Tensor]:
             return [self.scorer.logprobs(rows, sampling, adapters=self._has_adapters)]
 
-        return self._scored(batch, micro_batch_size, score)[0]
+        return self._scored(batch, micro_batch_size, score, shares_prompts=True)[0]
 
     @torch.no_grad()
     def token_values(
@@ -427,7 +431,7 @@ class Policy:
         def score(rows: Batch) -> list[Tensor]:
             return [self.scorer.entropies(rows, sampling, adapters=self._has_adapters)]
 
-        return self._scored(batch, micro_batch_size, score)[0]
+        return self._scored(batch, micro_batch_size, score, shares_prompts=True)[0]
 
     def init_reference_model(self, path: str | None = None, *, base: bool = False) -> None:
         """Store a copy of the current weights as the reference.
@@ -497,7 +501,7 @@ class Policy:
         updater = self._required_updater("forward_backward")
         self.model.train()
         batches = self._micro_batches(step, micro_batch_size)
-        counts = all_reduce(self._counts(step.batch, batches), self.mesh.dp)
+        counts = all_reduce(self._counts(step.batch, batches, trains=True), self.mesh.dp)
         result = self._backward(updater, batches, loss_fn, self._divisors(counts))
         self._observer.gradients_complete(self.model)
         totals = Totals(self._all_reduce_totals(result))
@@ -510,7 +514,7 @@ class Policy:
         """Compute the loss of one step's rows. See `evaluate`."""
         self.model.eval()
         batches = self._micro_batches(step, micro_batch_size)
-        counts = all_reduce(self._counts(step.batch, ()), self.mesh.dp)
+        counts = all_reduce(self._counts(step.batch, batches, trains=False), self.mesh.dp)
         divisors = self._divisors(counts)
         losses: list[Tensor] = []
         metrics: list[dict[str, Tensor]] = []
@@ -526,7 +530,13 @@ class Policy:
     def _micro_batches(self, step: StepRows, micro_batch_size: int | Batching | None) -> list[MicroBatch]:
         batching = self._batching(micro_batch_size)
         return split_into_micro_batches(
-            step.batch, batching, step.max_rows, self.mesh.dp, step.per_row, step.images
+            step.batch,
+            batching,
+            step.max_rows,
+            self.mesh.dp,
+            step.per_row,
+            step.images,
+            self.prompt_sharing,
         ).batches
 
     def _divisors(self, counts: Tensor) -> list[Tensor]:
@@ -558,28 +568,40 @@ class Policy:
             parts.append(result.routing_totals)
         return all_reduce(torch.cat(parts), self.mesh.dp_cp)
 
-    def _counts(self, rows: Batch, batches: Sequence[MicroBatch]) -> Tensor:
+    def _counts(self, rows: Batch, batches: Sequence[MicroBatch], *, trains: bool) -> Tensor:
         """Count a step's rows on this dp rank.
 
         Args:
             rows: The rows.
-            batches: The micro-batches whose images the vision tower encodes. Empty in evaluations.
+            batches: Their micro-batches.
+            trains: Whether to count the FLOPs of the vision tower, which evaluations leave out.
 
         Returns:
-            int64 [6], in the order of `StepCounts`.
+            int64 [7], in the order of `StepCounts`.
         """
         lengths = document_lengths(rows)
         window = self.model.config.sliding_window or 1  # without a sliding window, nothing reads the second count
-        pairs = int((lengths * lengths).sum())
-        windowed_pairs = int((lengths * lengths.clamp(max=window)).sum())
-        image_flops = [self._image_flops.total(batch.images) for batch in batches if batch.images is not None]
+        tokens, pairs, windowed_pairs = int(lengths.sum()), *_num_pairs(lengths, window)
+        shared_tokens = 0
+        for batch in batches:
+            if batch.shared_row is None:
+                continue
+            all_pairs, all_windowed_pairs = _num_pairs(document_lengths(batch), window)
+            pairs += batch.shared_row.num_pairs() - all_pairs
+            windowed_pairs += batch.shared_row.num_pairs(window) - all_windowed_pairs
+            shared_tokens += batch.shared_row.num_shared_tokens
+        vision_flops = 0.0
+        for batch in batches:
+            if trains and batch.images is not None:
+                vision_flops += self._image_flops.total(batch.images)
         counts = StepCounts(
             trained_tokens=num_trained_tokens(rows),
             documents=len(lengths),
-            tokens=int(lengths.sum()),
+            tokens=tokens - shared_tokens,
             pairs=pairs,
             windowed_pairs=windowed_pairs,
-            vision_flops=round(sum(image_flops)),
+            vision_flops=round(vision_flops),
+            shared_tokens=shared_tokens,
         )
         return torch.tensor(astuple(counts))
 
@@ -595,6 +617,7 @@ class Policy:
         micro_batch_size: int | Batching | None,
         score: Callable[[Batch], Sequence[Tensor]],
         every_token: bool = False,
+        shares_prompts: bool = False,
     ) -> list[Tensor]:
         """Compute `score` of each micro-batch and put the results into the batch's order.
 
@@ -604,11 +627,13 @@ class Policy:
             score: Returns tensors [b, s, ..] for a host micro-batch.
             every_token: Give every token its next token as label, instead of the batch's labels
                 (`DTensorPolicyWorker.get_logprobs`).
+            shares_prompts: Whether common beginnings may be computed once. `score` then returns 0 for their tokens that
+                have no label.
 
         Returns:
             Tensors [n, S, ..] on the CPU.
         """
-        names = {*COMPLETED_STREAMS, *IMAGE_STREAMS, "images", "routed_experts"}
+        names = {*COMPLETED_STREAMS, *IMAGE_STREAMS, "images", "routed_experts", PROMPT_IDS}
         if every_token:
             names -= {"labels", "token_mask", "sample_mask"}
         if self.reference is not None and self.reference.is_swapped_in:
@@ -619,15 +644,18 @@ class Policy:
         if every_token:
             rows["labels"] = next_token_labels(rows)
         batching = self._batching(micro_batch_size)
-        batches, plan = split_into_micro_batches(rows, batching, checked.max_rows, self.mesh.dp, images=checked.images)
+        sharing = self.prompt_sharing if shares_prompts else None
+        micro_batches = split_into_micro_batches(
+            rows, batching, checked.max_rows, self.mesh.dp, images=checked.images, sharing=sharing
+        )
         self.model.eval()
         results = []  # for each micro-batch, the list of tensors that `score` returns
-        for micro_batch in batches:
+        for micro_batch in micro_batches.batches:
             results.append([tensor.cpu() for tensor in score(micro_batch)])
         self.sharding.reshard()
         merged = []
         for parts in zip(*results, strict=True):  # the parts of one returned tensor, one for each micro-batch
-            merged.append(merge_micro_batch_values(parts, rows, plan, batching.is_packed))
+            merged.append(merge_micro_batch_values(parts, rows, micro_batches.plan, micro_batches.is_packed))
         return merged
 
     def _batching(self, micro_batch_size: int | Batching | None) -> Batching:
@@ -685,3 +713,20 @@ class Policy:
         if self.gradient_sums is not None:
             self.gradient_sums.finish()
         return BackwardResult(total, metrics, None if routing is None else routing_totals.flat())
+
+
+def _prompt_sharing(setting: bool | str, config: ModelConfig) -> PromptSharing | None:
+    """Return how a model shares prompts, given `train.share_prompts`. None if it does not.
+
+    Linear attention has a state that would have to be copied where documents part, so its models compute every document
+    on its own.
+    """
+    if setting is False or LINEAR in config.layer_types:
+        return None
+    image_tokens = None if config.vision is None else config.vision.num_tokens
+    return PromptSharing(always=setting is True, image_tokens=image_tokens)
+
+
+def _num_pairs(lengths: Tensor, window: int) -> tuple[int, int]:
+    """Return Σ length² and Σ length · min(length, window) over documents, given their lengths, [documents]."""
+    return int((lengths * lengths).sum()), int((lengths * lengths.clamp(max=window)).sum())

@@ -21,10 +21,12 @@ class StepCounts:
     Attributes:
         trained_tokens: Tokens with a label.
         documents: Documents, also called sequences. A packed row has several.
-        tokens: Tokens that are not padding.
-        pairs: Σ length² over the documents, from which the FLOPs of attention are computed.
-        windowed_pairs: Σ length · min(length, `sliding_window`) over the documents, for layers with a sliding window.
+        tokens: Tokens that are computed, without padding. Beginnings that documents share are counted once.
+        pairs: Σ length² over the documents, from which the FLOPs of attention are computed. A shared beginning of
+            length b is subtracted, as b², for every document but one.
+        windowed_pairs: Σ length · min(length, `sliding_window`) in the same way, for layers with a sliding window.
         vision_flops: FLOPs of the vision tower; 0 for text and in evaluations.
+        shared_tokens: Tokens of the documents that are not computed, because another document begins with them.
     """
 
     trained_tokens: int
@@ -33,6 +35,7 @@ class StepCounts:
     pairs: int
     windowed_pairs: int
     vision_flops: int
+    shared_tokens: int = 0
 
 
 class Totals:

@@ -21,11 +21,14 @@ For example, an SFT loss over the labelled tokens:
 4. `model.with_head(fn, input_ids, context)` runs the layers and calls `fn` with hidden states [B, 4, D] and the head's
    weight [V/tp, D].
 
+If the documents of a micro-batch share their beginnings (`prompt_sharing`), the model computes a shorter row, and the
+loss gets the hidden states and streams of the positions that it reads, [1, E], E for each cp rank.
+
 The function has to run inside of the forward because FSDP frees the head's weight when the forward returns. A weight
 that is read later is only this rank's shard, without an error.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -37,6 +40,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dtrain.attention.packing import Packing
 from dtrain.base.batch import (
     IGNORE_INDEX,
+    IMAGE_STREAMS,
     PADDING_SEQ_ID,
     STREAMS,
     Batch,
@@ -53,11 +57,12 @@ from dtrain.models.common.decoder import CausalLM
 from dtrain.models.common.micro_batch import NO_ADAPTERS, AdapterContext, Images, MicroBatchContext, RankImages
 from dtrain.models.common.routing import BalanceLoss, MicroBatchRouting, RoutingRecord
 from dtrain.parallel import context
-from dtrain.parallel.collectives import all_reduce_in_forward
+from dtrain.parallel.collectives import all_gather, all_reduce_in_forward
 from dtrain.parallel.context.batch import pad_right, shard_streams
 from dtrain.parallel.mesh import Mesh
 from dtrain.parallel.tensor import ScoreHead
 from dtrain.policy.batching import MicroBatch
+from dtrain.policy.prompt_sharing import RankTokens
 from dtrain.policy.results import StepObserver
 
 if TYPE_CHECKING:
@@ -76,10 +81,20 @@ class ModelInputs(NamedTuple):
     Attributes:
         input_ids: This rank's tokens, [B, S/cp].
         context: The context of the micro-batch.
+        loss_states: If documents share tokens that are computed once: which of this rank's hidden states the loss
+            reads, [E] int64. None: all.
     """
 
     input_ids: Tensor
     context: MicroBatchContext
+    loss_states: Tensor | None = None
+
+    def states_for_loss(self, hidden: Tensor) -> Tensor:
+        """Return the hidden states that the loss reads: `hidden` [B, S/cp, D] or a part of it, [1, E, D]."""
+        if self.loss_states is None:
+            return hidden
+        # By an index and not by `index_select`, whose backward adds in an undefined order on CUDA.
+        return hidden[0][self.loss_states][None]
 
 
 class LabelledPositions(NamedTuple):
@@ -104,9 +119,10 @@ class LogprobSource:
     Valid only inside of the function that receives it, because FSDP frees the head's weight afterwards.
 
     Args:
-        hidden: Hidden states of this rank, [B, S/cp, D].
+        hidden: Hidden states of this rank, [B, S/cp, D]. If documents share tokens, those of the positions that the
+            loss reads, [1, E, D]. In shapes of this class, B is then 1 and S/cp is E.
         head_weight: The head's weight, [V/tp, D]. A classifier's is [labels, D/tp].
-        batch: This rank's part of every stream, on the device.
+        batch: This rank's part of every stream, on the device, for the same positions as `hidden`.
         inputs: Arguments with which the model was called.
         num_documents: Documents of the micro-batch, over all cp ranks.
         head: Settings of the head.
@@ -377,6 +393,18 @@ class TopkLogits(NamedTuple):
     ids: Tensor
 
 
+class RankStreams(NamedTuple):
+    """Streams of one micro-batch on this rank, on the host.
+
+    Attributes:
+        model: Streams that the model reads, [B, S/cp, ..].
+        loss: Streams that the loss reads. The same dict, unless documents share tokens that are computed once.
+    """
+
+    model: Batch
+    loss: Batch
+
+
 class Scorer:
     """Computes losses and log-probabilities of micro-batches with a model on a mesh.
 
@@ -432,18 +460,20 @@ class Scorer:
         self._observer.forward_begins(batch)
         _check_routed_experts(batch, self.model)
         document_count = num_documents(batch)
-        host_streams = self._select_streams(micro_batch, adapters, step)
+        streams = self._select_streams(micro_batch, adapters, step)
         # Counted on the host, where it costs no synchronisation. Under cp these are this rank's tokens.
-        num_real_tokens = int((host_streams["seq_ids"] != PADDING_SEQ_ID).sum())
-        local = _to_device(host_streams, self.device)
+        num_real_tokens = int((streams.model["seq_ids"] != PADDING_SEQ_ID).sum())
+        model_streams = _to_device(streams.model, self.device)
+        local = model_streams if streams.loss is streams.model else _to_device(streams.loss, self.device)
 
-        # Streams that only the model reads are removed from `local`, so a loss does not see them.
-        replayed_experts = local.pop("routed_experts", None)
-        dropout_tokens = local.pop("dropout_tokens", None)
+        # Streams that only the model reads are removed, so a loss does not see them.
+        replayed_experts = model_streams.pop("routed_experts", None)
+        dropout_tokens = model_streams.pop("dropout_tokens", None)
         routing = None
         if self.model.routing is not None:
             routing = MicroBatchRouting(
-                document_ids=local["document_ids"],
+                document_ids=model_streams["document_ids"],
+                copies=model_streams.pop("copies", None),
                 num_documents=document_count,
                 num_real_tokens=num_real_tokens,
                 replayed_experts=replayed_experts,
@@ -451,12 +481,14 @@ class Scorer:
                 record=RoutingRecord() if record is None else record,
             )
         micro_batch_context = self._build_context(
-            micro_batch, local, routing, _adapter_context(adapters, dropout_tokens)
+            micro_batch, model_streams, routing, _adapter_context(adapters, dropout_tokens)
         )
-        inputs = ModelInputs(local["input_ids"], micro_batch_context)
+        loss_states = model_streams.pop("loss_states", None)
+        inputs = ModelInputs(model_streams["input_ids"], micro_batch_context, loss_states)
 
         def at_head(hidden: Tensor, head_weight: Tensor) -> Any:
-            source = LogprobSource(hidden, head_weight, local, inputs, document_count, self._head)
+            states = inputs.states_for_loss(hidden)
+            source = LogprobSource(states, head_weight, local, inputs, document_count, self._head)
             self._observer.head_begins()
             result = fn(source, local, *more)
             self._observer.head_ends()
@@ -466,8 +498,8 @@ class Scorer:
         self._observer.forward_ends()
         return result
 
-    def _select_streams(self, micro_batch: MicroBatch, adapters: bool, step: int) -> Batch:
-        """Return this rank's part of every stream on the host, [n, S/cp, ..]. No collective.
+    def _select_streams(self, micro_batch: MicroBatch, adapters: bool, step: int) -> "RankStreams":
+        """Return this rank's part of every stream on the host. No collective.
 
         The streams are those of the batch, `document_ids`, and `dropout_tokens` if adapters with dropout are trained.
         """
@@ -475,9 +507,13 @@ class Scorer:
         settings = self.model.adapters
         if adapters and settings is not None and settings.dropout and self.model.training:
             streams["dropout_tokens"] = settings.dropout_tokens(micro_batch, step)
+        if micro_batch.shared_row is not None:
+            cp_rank, cp_size = self.mesh.cp.get_local_rank(), self.mesh.cp.size()
+            rank_tokens = micro_batch.shared_row.on_rank(cp_rank, cp_size, micro_batch["labels"][0])
+            return _shared_streams(streams, rank_tokens, micro_batch.per_row)
         if self.mesh.cp.size() > 1:
             streams = shard_streams(streams, self.mesh.cp, keep=micro_batch.per_row)
-        return streams
+        return RankStreams(streams, streams)
 
     def _build_context(
         self,
@@ -490,18 +526,20 @@ class Scorer:
 
         Args:
             micro_batch: Full rows on the host.
-            local: This rank's part of every stream, on the device.
+            local: This rank's part of every stream that the model reads, on the device.
             routing: The routing of a mixture of experts.
             adapters: The context of the adapters.
 
         Collectives:
             Those of `_images`.
         """
-        has_document_mask = self._needs_document_mask(micro_batch)
+        shared_row = micro_batch.shared_row
+        has_document_mask = shared_row is not None or self._needs_document_mask(micro_batch)
         has_positions = has_document_mask or self.mesh.cp.size() > 1 or not _counts_from_zero(micro_batch)
         return MicroBatchContext(
             position_ids=local["position_ids"] if has_positions else None,
             seq_ids=local["seq_ids"] if has_document_mask else None,
+            last_seq_ids=None if shared_row is None else local["last_seq_ids"],
             packing=self._packing(micro_batch, has_document_mask) if self.model.model.takes_packing else None,
             images=self._images(micro_batch.images, local),
             routing=routing,
@@ -565,7 +603,7 @@ class Scorer:
         """Gather the grids of every dp rank's images in this micro-batch. One all-gather of objects over dp."""
         return Ranks(self.mesh.dp.get_group()).gather_results(lambda: grids)
 
-    def _packing(self, batch: Batch, has_document_mask: bool) -> Packing | None:
+    def _packing(self, batch: MicroBatch, has_document_mask: bool) -> Packing | None:
         """Return the starts of a micro-batch's documents, for kernels that compute document by document.
 
         The starts are those in full rows, padded as for sharding over cp.
@@ -574,6 +612,8 @@ class Scorer:
             None if cp is 1 and no document mask is needed.
         """
         cp = self.mesh.cp.size()
+        if batch.shared_row is not None:
+            return None
         if not has_document_mask and cp == 1:
             return None
         multiple = 2 * cp if cp > 1 else 1  # the layout of cp assigns two chunks to each rank
@@ -674,6 +714,14 @@ class Scorer:
     def _gather_over_cp(self, local: Tensor, batch: Batch) -> Tensor:
         """Gather values [B, S/cp, ..] to [B, S, ..] in the order of the batch. Under cp one all-gather."""
         cp = self.mesh.cp
+        shared_row = batch.shared_row if isinstance(batch, MicroBatch) else None
+        if shared_row is not None:
+            loss_tokens = torch.cat(shared_row.loss_tokens(cp.size(), batch["labels"][0])).to(local.device)
+            values = local if cp.size() == 1 else all_gather(local, 1, cp.get_group())
+            full = values.new_zeros(1, batch["input_ids"].shape[1], *values.shape[2:])
+            is_token = loss_tokens >= 0
+            full[0, loss_tokens[is_token]] = values[0, is_token]
+            return full
         return local if cp.size() == 1 else context.gather_tokens(local, cp, batch["input_ids"].shape[1])
 
 
@@ -712,14 +760,53 @@ def _check_routed_experts(batch: Batch, model: CausalLM) -> None:
         )
 
 
+_MODEL_STREAMS = ("input_ids", "position_ids", "routed_experts", "dropout_tokens", *IMAGE_STREAMS)
+
+
+def _shared_streams(streams: Batch, rank_tokens: RankTokens, per_row: Collection[str]) -> RankStreams:
+    """Return the streams of a micro-batch whose documents share tokens.
+
+    Args:
+        streams: Streams of the full row, [1, L, ..].
+        rank_tokens: This rank's part of the shared row.
+        per_row: Names of the streams that are not per token, which are returned unchanged.
+    """
+    model: Batch = {}
+    for name in _MODEL_STREAMS:
+        if name in streams:
+            model[name] = _take(name, streams[name], rank_tokens.tokens)
+    model["seq_ids"] = rank_tokens.nodes[None]
+    model["last_seq_ids"] = rank_tokens.last_nodes[None]
+    model["loss_states"] = rank_tokens.loss_states
+    model["copies"] = rank_tokens.copy_states
+    model["document_ids"] = streams["document_ids"][0, rank_tokens.copies]
+    loss = {}
+    for name, stream in streams.items():
+        if name in per_row:
+            loss[name] = stream
+        elif name not in ("routed_experts", "dropout_tokens", *IMAGE_STREAMS):
+            loss[name] = _take(name, stream, rank_tokens.loss_tokens)
+    return RankStreams(model, loss)
+
+
+def _take(name: str, stream: Tensor, tokens: Tensor) -> Tensor:
+    """Return the values of a stream [1, L, ..] at some tokens [n], as [1, n, ..]. -1 means padding."""
+    pad = (STREAMS[name].pad if name in STREAMS else 0) or 0
+    values = stream[0, tokens.clamp(min=0)]
+    values[tokens < 0] = pad
+    return values[None]
+
+
 def _to_device(batch: Batch, device: torch.device) -> Batch:
-    """Copy a micro-batch to the device, and add `label_index` [T]: the flat positions that have a label.
+    """Copy streams to the device. If there are labels, add `label_index` [T]: the flat positions that have one.
 
     The index is computed on the host, where it costs no synchronisation. On CUDA, all streams are written to one pinned
     buffer and copied together, and the host does not wait for the copy. The returned streams are views of the buffer on
     the device. For example, streams of 40 and 24 bytes begin at the bytes 0 and 48, the next multiple of 16.
     """
-    streams = {**batch, "label_index": (batch["labels"].flatten() != IGNORE_INDEX).nonzero().squeeze(1)}
+    streams = dict(batch)
+    if "labels" in batch:
+        streams["label_index"] = (batch["labels"].flatten() != IGNORE_INDEX).nonzero().squeeze(1)
     if device.type != "cuda":
         return {name: stream.to(device) for name, stream in streams.items()}
     aligned_sizes = [-(-stream.nbytes // _ALIGNMENT) * _ALIGNMENT for stream in streams.values()]

@@ -371,6 +371,10 @@ class Train:
     """For `data.packing: false`. true: a micro-batch contains rows of similar length, as many as fit, with their
     padding, into the tokens of micro_batch rows of max_length tokens. The ranks get about the same number of tokens.
     The numbers are the same."""
+    share_prompts: Annotated[bool | str, AUTO] = "auto"
+    """Compute a prompt once for all its completions, in the groups of grpo and of distill's student, in the pairs of
+    dpo and reward models, and in replies to one prompt of kto. The numbers are the same. true: always. auto: for the
+    prompts with which this saves a tenth of the tokens. Models with linear attention do not share."""
     dtype: Literal["auto", "bfloat16", "float16", "float32", "float64"] = "auto"
     """Data type of the model's computation. auto: bfloat16 on cuda, float32 on cpu. Trained weights are stored in
     float32, or as `masters` says; with float64 they are stored in float64."""

@@ -391,7 +391,12 @@ class SparseMLP(Block):
         num_real_tokens = None if micro_batch is None else micro_batch.num_real_tokens
         order, counts = sort_by_expert(experts, self.experts.count, is_real, num_real_tokens)
         if micro_batch is not None:
-            micro_batch.record.counts[self.layer] = counts
+            if micro_batch.copies is None:
+                micro_batch.record.counts[self.layer] = counts
+            else:  # a token that documents share counts once for each of them
+                all_choices = micro_batch.by_document(experts).flatten()
+                ones = torch.ones_like(all_choices)
+                micro_batch.record.counts[self.layer] = torch.zeros_like(counts).scatter_add_(0, all_choices, ones)
             weights = self.routing.add_balance_gradient(self.layer, weights, shares, experts, micro_batch)
         results = self.experts(repeat_token_rows(self.expert_input(x), order, experts.shape[1]), counts, adapters)
         results_by_token = collect_token_rows(results, order, *experts.shape)  # [T, k, D]

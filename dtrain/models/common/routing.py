@@ -88,6 +88,8 @@ class MicroBatchRouting:
     Attributes:
         document_ids: Number of each token's document in the micro-batch, -1 on padding, [B, S/cp]. Only read for the
             balance loss.
+        copies: If documents share tokens that are computed once: for each token of each document, the index of the
+            computed token, [n] int64. `document_ids` is then [n], too. None: each token belongs to one document.
         num_documents: Documents in the micro-batch, over all cp ranks.
         num_real_tokens: Tokens of this rank that are not padding. None if the host does not know it: layers then wait
             for the device to count them.
@@ -98,6 +100,7 @@ class MicroBatchRouting:
     """
 
     document_ids: Tensor | None = None
+    copies: Tensor | None = None
     num_documents: int = 0
     num_real_tokens: int | None = None
     replayed_experts: Tensor | None = None
@@ -107,11 +110,15 @@ class MicroBatchRouting:
     def padded(self, missing: int) -> "MicroBatchRouting":
         """Return the same micro-batch with `missing` tokens of padding at the end of each row, with the same record."""
         document_ids, replayed = self.document_ids, self.replayed_experts
-        if document_ids is not None:
+        if document_ids is not None and self.copies is None:
             document_ids = F.pad(document_ids, (0, missing), value=PADDING_SEQ_ID)
         if replayed is not None:
             replayed = F.pad(replayed, (0, 0, 0, 0, 0, missing), value=-1)
         return replace(self, document_ids=document_ids, replayed_experts=replayed)
+
+    def by_document(self, values: Tensor) -> Tensor:
+        """Repeat the values [T, ..] of tokens that several documents share for each of them, [n, ..]."""
+        return values if self.copies is None else values[self.copies]
 
     def choose(self, layer: int, own: Tensor) -> Tensor:
         """Return the experts to which the tokens of a layer are sent, and record the choices.
@@ -131,7 +138,8 @@ class MicroBatchRouting:
         is_replayed = replayed[:, :1] >= 0  # [T, 1]
         # A replayed expert differs if it equals none of the router's own k choices.
         differs = (replayed[:, :, None] != own[:, None]).all(-1) & is_replayed  # [T, k]
-        self.record.replays[layer] = torch.stack([differs.sum(), is_replayed.sum() * own.shape[1]])
+        num_differing, num_replayed = self.by_document(differs).sum(), self.by_document(is_replayed).sum()
+        self.record.replays[layer] = torch.stack([num_differing, num_replayed * own.shape[1]])
         return torch.where(is_replayed, replayed.sort(-1).values, own)
 
 
@@ -168,9 +176,11 @@ class Routing:
         owners, balance, num_documents = micro_batch.document_ids, micro_batch.balance, micro_batch.num_documents
         if balance is None or owners is None:
             return weights
-        # Padding is counted in a row of its own, after those of the documents.
+        # Padding is counted in a row of its own, after those of the documents. n is T, or more if documents share
+        # tokens.
         documents = owners.flatten()
-        rows = torch.where(documents == PADDING_SEQ_ID, num_documents, documents)  # [T]
+        rows = torch.where(documents == PADDING_SEQ_ID, num_documents, documents)  # [n]
+        chosen = micro_batch.by_document(chosen)  # [n, k]
 
         # One row for each document: the number of its choices by expert, and in the last column its tokens.
         num_columns = self.num_experts + 1
@@ -186,7 +196,11 @@ class Routing:
         num_tokens = table[:, -1:].clamp(min=1)
         factors = table[:, :-1] * (self.num_experts / chosen.shape[1]) / num_tokens.square()  # [documents + 1, E]
         factors[-1] = 0
-        factors = factors[rows] * balance.weight.to(shares.dtype)  # [T, E]
+        factors = factors[rows] * balance.weight.to(shares.dtype)  # [n, E]
+        if micro_batch.copies is not None:
+            # A shared token counts in each of its documents.
+            index = (micro_batch.copies,)
+            factors = torch.zeros_like(shares).index_put(index, factors, accumulate=True)  # [T, E]
         micro_batch.record.balance_losses[layer] = (factors * shares.detach()).sum()
         # Every tp rank computes the full gradient, and the ranks' gradients are summed.
         ranks = 1 if self.tp is None else self.tp.size()

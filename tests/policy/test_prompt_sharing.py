@@ -1,0 +1,175 @@
+"""Prompts that are computed once: the numbers are those of a run that computes each document on its own.
+
+The run without sharing is the oracle: loss, metrics, gradients and weights over ten steps in float64, relative to 1e-12
+of the largest value of a tensor.
+"""
+
+import pytest
+import torch
+
+from dtrain.base.batch import collate
+from dtrain.memory import tiles
+from dtrain.models.read_config import read_config
+from dtrain.parallel.mesh import Runtime, build_mesh
+from dtrain.parallel.placement import local_tensor
+from dtrain.policy import DynamicShapes, Fixed, Packed, Policy
+from dtrain.recipe import derive_sizes
+from tests.cases import run_cases
+from tests.tiny import VOCAB, tiny_recipe
+
+STEPS = 10
+TOLERANCE = 1e-12
+LAYERS, EXPERTS, TOP = 2, 8, 3  # of the sparse layers of the tiny mixture
+
+
+def document(tokens, prompt_length, group, generator, is_replayed):
+    tokens = torch.tensor(tokens)
+    length = len(tokens)
+    labels = torch.cat([tokens[1:], torch.tensor([-100])])
+    labels[: prompt_length - 1] = -100
+    row = {
+        "input_ids": tokens,
+        "labels": labels,
+        "position_ids": torch.arange(length),
+        "seq_ids": torch.zeros(length, dtype=torch.int64),
+        "prompt_ids": torch.full((length,), group),
+        "advantages": torch.randn(length, generator=generator, dtype=torch.float64),
+    }
+    if is_replayed:
+        # The experts of a prompt are those of the engine that computed it, the same for each of its completions.
+        prompt_generator = torch.Generator().manual_seed(group)
+        scores = torch.rand(100, LAYERS, EXPERTS, generator=prompt_generator)
+        scores[prompt_length:] = torch.rand(100 - prompt_length, LAYERS, EXPERTS, generator=generator)
+        row["routed_experts"] = scores[:length].argsort(-1)[..., :TOP].to(torch.int16)
+    return row
+
+
+def batch_of(step, dp_rank, is_replayed=False):
+    """Return groups of odd sizes: nested beginnings, equal completions, one alone, one without a label."""
+    generator = torch.Generator().manual_seed(100 * dp_rank + step)
+
+    def draw(count):
+        return torch.randint(2, VOCAB, (count,), generator=generator).tolist()
+
+    rows = []
+    prompt = draw(21)
+    for length in (7, 1, 30):
+        rows.append(document(prompt + draw(length), len(prompt), 5, generator, is_replayed))
+    # Two of the three continue alike for a turn of 18 tokens. One of them ends with it.
+    prompt, turn = draw(9), draw(18)
+    for completion in (turn + draw(5), draw(4), turn, turn + draw(3)):
+        rows.append(document(prompt + completion, len(prompt), 8, generator, is_replayed))
+    completion = draw(6)
+    for _ in range(2):
+        rows.append(document(prompt + completion, len(prompt), 2, generator, is_replayed))
+    rows.append(document(draw(13), 4, -1, generator, is_replayed))
+    rows.append(document(draw(3), 1, 11, generator, is_replayed))
+    rows[0]["labels"][:] = -100
+    order = torch.randperm(len(rows), generator=generator).tolist()[dp_rank:]  # ranks have different numbers of rows
+    streams = ("input_ids", "labels", "position_ids", "seq_ids", "prompt_ids", "advantages")
+    batch = collate([rows[index] for index in order], streams)
+    if is_replayed:
+        batch["routed_experts"] = torch.full((*batch["input_ids"].shape, LAYERS, TOP), -1, dtype=torch.int16)
+        for row, index in enumerate(order):
+            routed = rows[index]["routed_experts"]
+            batch["routed_experts"][row, : len(routed)] = routed
+    return batch
+
+
+def loss_of(source, batch, global_sequences, global_tokens):
+    """Compute a loss over tokens and over documents that reads every kind of value."""
+    scores = source.logprobs(entropy=True)
+    by_token = (scores.logprobs * batch["advantages"].to(scores.logprobs)).sum() / global_tokens
+    sums = source.sum_by_document(torch.stack([scores.logprobs, (batch["labels"] != -100).to(scores.logprobs)]))
+    means = sums[0] / sums[1].clamp(min=1)
+    by_document = source.count_once((means.sigmoid() + 0.1 * means).sum() / global_sequences)
+    weighted = source.weighted_sum(batch["advantages"]) / global_tokens
+    metrics = {"entropy": scores.entropy.sum(), "weighted": weighted.detach()}
+    return -by_token - by_document - 0.3 * weighted - 0.01 * scores.entropy.sum() / global_tokens, metrics
+
+
+def trained(rank, recipe, world_size, batching, is_replayed):
+    """Return losses, metrics, gradients, weights, log-probabilities and the number of shared tokens of ten steps."""
+    sizes = derive_sizes(recipe, world_size)
+    runtime = Runtime(rank=rank, local_rank=rank, world_size=world_size)
+    mesh = build_mesh(runtime, dp_shard=sizes.dp_shard, cp=sizes.cp, tp=sizes.tp, ep=sizes.ep)
+    policy = Policy(recipe, read_config(recipe.model.path), mesh, runtime)
+    policy.init_optimizer(total_steps=STEPS)
+    found, num_shared = {}, 0
+    for step in range(STEPS):
+        batch = batch_of(step, mesh.dp_rank, is_replayed)
+        if step % 5 == 0:
+            found[f"logprobs {step}"] = policy.logprobs(batch, batching)
+            evaluated = policy.evaluate(batch, loss_of, batching)
+            found[f"evaluation {step}"] = torch.tensor([evaluated.loss, *evaluated.metrics.values()])
+        result = policy.forward_backward(batch, loss_of, batching)
+        if step in (0, STEPS - 1):
+            for name, parameter in policy.model.named_parameters():
+                if parameter.grad is not None:
+                    found[f"gradient {step} of {name}"] = local_tensor(parameter.grad).clone()
+        update = policy.optimizer_step()
+        values = [result.loss, update.grad_norm, *result.metrics.values(), *result.routing_metrics.values()]
+        found[f"step {step}"] = torch.tensor(values, dtype=torch.float64)
+        counts = result.counts
+        found[f"counts {step}"] = torch.tensor(
+            [counts.trained_tokens, counts.documents, counts.tokens + counts.shared_tokens]
+        ).double()
+        num_shared += counts.shared_tokens
+    for name, parameter in policy.model.named_parameters():
+        found[f"weight {name}"] = local_tensor(parameter.detach()).clone()
+    return found, num_shared
+
+
+def compare(rank, shared, alone, world_size, batching, is_replayed):
+    expected, num_shared = trained(rank, alone, world_size, batching, is_replayed)
+    assert num_shared == 0
+    found, num_shared = trained(rank, shared, world_size, batching, is_replayed)
+    assert num_shared > 0
+    assert found.keys() == expected.keys()
+    worst = 0.0
+    for name, value in expected.items():
+        if not value.numel():
+            continue
+        scale = max(float(value.abs().max()), 1e-3)
+        far = float((found[name] - value).abs().max()) / scale
+        assert far <= TOLERANCE, (name, far)
+        worst = max(worst, far)
+    return worst
+
+
+FULL, SELECTIVE = (f"train.activation_checkpointing={kind}" for kind in ("full", "selective"))
+# Name -> family, the recipe's keys, how micro-batches are formed, whether experts are replayed.
+CASES = {
+    "dense": ("llama", [], Packed(100), False),
+    "fixed rows": ("qwen3", [FULL], Fixed(4), False),
+    "similar lengths": ("llama", [SELECTIVE], DynamicShapes(90), False),
+    "windows": ("olmo3", [], Packed(200), False),
+    "windows and sinks": ("gpt-oss", [], Packed(120), False),
+    "tiles": ("qwen3", [FULL, "train.tile=all"], Packed(300), False),
+    "LoRA with dropout": ("llama", ["lora={rank: 4, dropout: 0.3}"], Packed(120), False),
+    "experts": ("qwen3-moe", ["moe.balance=0.1"], Packed(120), False),
+    "experts replayed": ("qwen3-moe", ["moe.balance=0.1", FULL], Fixed(3), True),
+    "latent attention": ("deepseek-v3", [], Packed(120), False),
+    "keys that layers share": ("gemma4", [], Packed(120), False),
+}
+MESHES = {
+    "one rank": (1, []),
+    "dp 2": (2, []),
+    "cp 2": (2, ["parallel.cp=2"]),
+    "cp 3 in a ring": (3, ["parallel.cp=3", "parallel.cp_rotate=ring"]),
+    "sequence parallel": (2, ["parallel.tp=2", "parallel.sequence_parallel=true"]),
+}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("mesh", MESHES)
+def test_numbers_are_those_without_sharing(tmp_path, monkeypatch, mesh):
+    monkeypatch.setattr(tiles, "TILE_TOKENS", 16)  # so that these short rows have several tiles
+    world_size, keys = MESHES[mesh]
+    cases = {}
+    for name, (family, more, batching, is_replayed) in CASES.items():
+        keys_of_case = [*keys, *more, "train.dtype=float64", "optimizer.lr=1e-3"]
+        shared = tiny_recipe(tmp_path, *keys_of_case, "train.share_prompts=true", family=family)
+        alone = tiny_recipe(tmp_path, *keys_of_case, "train.share_prompts=false", family=family)
+        cases[name] = shared, alone, world_size, batching, is_replayed
+    run_cases(compare, world_size, cases)
