@@ -250,6 +250,7 @@ class DpoMethod(MethodWithReference):
     about = "direct preference optimization"
     kind = "pairs"
     references = "start, base, none"
+    shared_beginnings = "pairs"
     measures = FIELDS
     curves = MappingProxyType({**MethodWithReference.curves, "accuracy": "accuracy"})
     adapter_learning_rates = (5e-6, "1e-5")  # full tuning takes 5e-7 to 1e-6
@@ -604,6 +605,7 @@ def _score_pairs(
         built += rows.build(members)
         order += members
     batch: Batch = collate(built) if rows.images is None else collate_with_images(built)
+    batch = method.with_prompt_ids(batch)
     logprobs = policy.logprobs(batch, method.micro_rows).double()
     ids = document_ids(batch)
     if ld_alpha is not None:

@@ -53,6 +53,7 @@ class KtoMethod(MethodWithReference):
     section: Kto
     about = "KTO, by replies that are wanted or not"
     kind = "labelled"
+    shared_beginnings = "prompts"
     measures = ("rewards_chosen", "rewards_rejected", "rewards_margin", "logps_chosen", "logps_rejected", "kl")
     curves = MappingProxyType({**MethodWithReference.curves, "rewards_margin": "margin of rewards"})
     adapter_learning_rates = (5e-6, "1e-5")  # full tuning takes 5e-7 to 5e-6
@@ -121,7 +122,7 @@ class KtoMethod(MethodWithReference):
                 mismatched_rows.append(build_row([mismatched[index] for index in members]))
         else:
             mismatched_rows = [build_row([document]) for document in mismatched]
-        batch = collate([*rows.rows, *mismatched_rows])
+        batch = self.with_prompt_ids(collate([*rows.rows, *mismatched_rows]))
         # One mark per document. Padding has the document id -1, so its mark comes first.
         marks = [0.0]
         for index in rows.samples:

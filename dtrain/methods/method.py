@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from dtrain.base.ranges import format_value
 from dtrain.data.model_directory import ModelDirectory
 from dtrain.data.rows.rows import Batches, Cursor, GlobalBatch, Rows
 from dtrain.policy import Batching, DynamicShapes, Packed, Policy
+from dtrain.policy.prompt_sharing import PROMPT_IDS, number_pairs, number_prompts
 from dtrain.policy.score import LogprobSource, Loss
 from dtrain.recipe.schema import Recipe
 from dtrain.recipe.world import choose_global_batch, replace_auto
@@ -231,6 +232,9 @@ class Method:
         models: Keys of the section that may name models. The suffix of a key decides the kind of model
             (`training.registry.TEACHER`, `REWARD_MODEL`). Keys without such a suffix name references.
         references: Values of a reference that are not paths.
+        shared_beginnings: The documents of a batch whose common beginning may be computed once
+            (`train.share_prompts`): "prompts" for those with equal prompts, "pairs" for documents 2i and 2i + 1. None
+            for no documents.
     """
 
     name: str | None = None
@@ -244,6 +248,7 @@ class Method:
     adapter_learning_rates = (5e-5, "2e-4")
     models: tuple[str, ...] = ()
     references = "start, base"
+    shared_beginnings: Literal["prompts", "pairs"] | None = None
 
     def __init__(self, recipe: Recipe):
         self.recipe = replace_auto(recipe)
@@ -448,7 +453,18 @@ class Method:
 
     def batch(self, rows: GlobalBatch, split: str = "train") -> Batch:
         """Return a dp rank's rows of a step as a batch [n, S] on the host."""
-        return self.source.batch(rows)
+        return self.with_prompt_ids(self.source.batch(rows))
+
+    def with_prompt_ids(self, batch: Batch) -> Batch:
+        """Add the stream `prompt_ids`, by which the policy finds documents that begin alike, if the method shares any.
+
+        Args:
+            batch: Rows on the host, [n, S].
+        """
+        if self.shared_beginnings is None or self.recipe.train.share_prompts is False:
+            return batch
+        number = number_pairs if self.shared_beginnings == "pairs" else number_prompts
+        return {**batch, PROMPT_IDS: number(batch)}
 
     def prepare(self, policy: Policy, batch: Batch) -> tuple[Batch, Loss]:
         """Compute everything that must be known before the backward, such as the reference's log-probabilities.

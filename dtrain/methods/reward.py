@@ -182,6 +182,7 @@ class RewardPairsMethod(RewardMethod):
     """Reward model trained on pairs of a better and a worse answer (`reward.task` is pairs)."""
 
     kind = "pairs"
+    shared_beginnings = "pairs"
     _documents_per_loss = 2
 
     def format_problem(self, format: str) -> str | None:

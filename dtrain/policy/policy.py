@@ -719,9 +719,12 @@ def _prompt_sharing(setting: bool | str, config: ModelConfig) -> PromptSharing |
     """Return how a model shares prompts, given `train.share_prompts`. None if it does not.
 
     Linear attention has a state that would have to be copied where documents part, so its models compute every document
-    on its own.
+    on its own. Models of transformers share only if the recipe asks for it, because some of them mix the documents of a
+    row (`training.setup.transformers_models` refuses these).
     """
     if setting is False or LINEAR in config.layer_types:
+        return None
+    if config.transformers is not None and setting is not True:
         return None
     image_tokens = None if config.vision is None else config.vision.num_tokens
     return PromptSharing(always=setting is True, image_tokens=image_tokens)

@@ -90,6 +90,7 @@ class GrpoMethod(MethodWithReference):
     section: Grpo
     about = "GRPO, by rewards"
     kind = "prompts"
+    shared_beginnings = "prompts"
     models = ("reference", "reward_model.path")
     measures = (
         *FIELDS,
@@ -423,7 +424,7 @@ class GrpoMethod(MethodWithReference):
         buffer = self.source.buffer
         shares = self.source.split_over_ranks(self.policy, buffer, range(len(buffer)))
         own_share = shares[self.policy.mesh.dp_rank]
-        batch = buffer.batch(own_share, self.source.data)
+        batch = self.with_prompt_ids(buffer.batch(own_share, self.source.data))
         values = self.policy.logprobs(batch, self.micro_rows, self.sampling)
         gathered, _ = gather_rows(buffer.flatten(values, own_share), self.policy.mesh.dp)
         buffer.set_stream(name, gathered, [index for share in shares for index in share])

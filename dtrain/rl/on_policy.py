@@ -123,6 +123,7 @@ class OnPolicyDistillMethod(DistillMethod):
     """
 
     kind = "prompts"
+    shared_beginnings = "prompts"
 
     def problems(self) -> list[Problem]:
         section, errors = self.section, self.unread_problems()

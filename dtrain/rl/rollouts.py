@@ -21,7 +21,8 @@ The sequences of a buffer are concatenated instead of padded. Two samples with p
 value of every per-token stream (`old_logprobs`, ...) moves to the position of the label with it.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -38,6 +39,7 @@ from dtrain.data.rows.rows import Cursor, GlobalBatch, Rows, permute
 from dtrain.methods.method import BatchSource
 from dtrain.models.common.flops import flops_per_token
 from dtrain.policy import Policy
+from dtrain.policy.prompt_sharing import MIN_SAVED_FRACTION
 from dtrain.rl.collect import Rollout
 from dtrain.rl.samples import Sample
 
@@ -216,6 +218,17 @@ class Buffer:
             shifted.append(torch.cat([row.new_zeros(1), row[: length - 1]]))
         return torch.cat(shifted).double() if shifted else torch.zeros(0, dtype=torch.float64)
 
+    def prompts(self, indices: Sequence[int]) -> list[tuple[int, ...]]:
+        """Return the tokens of each sequence before its first trained token. All tokens, if none is trained."""
+        offsets = self._offsets()
+        prompts = []
+        for index in indices:
+            sequence = slice(offsets[index], offsets[index + 1])
+            tokens, trained = self.tokens[sequence], self.trained[sequence]
+            end = int(trained.int().argmax()) if bool(trained.any()) else len(tokens)
+            prompts.append(tuple(tokens[:end].tolist()))
+        return prompts
+
     def set_stream(self, name: str, values: Tensor, order: Sequence[int]) -> None:
         """Set the stream `name` of `per_token`.
 
@@ -366,15 +379,29 @@ class Rollouts(BatchSource):
             yield GlobalBatch([], samples, len(minibatch), self.position.cursor or cursor, self.position.epochs)
 
     def split_over_ranks(self, policy: Policy, buffer: Buffer, chosen: Sequence[int]) -> list[list[int]]:
-        """Distribute the completions `chosen` over the data-parallel ranks by the FLOPs of training on them."""
+        """Distribute the completions `chosen` over the data-parallel ranks by the FLOPs of training on them.
+
+        If prompts are computed once (`train.share_prompts`), completions of one prompt go to one rank, as far as the
+        ranks' costs allow.
+        """
         num_ranks = policy.mesh.dp_size
         if num_ranks == 1:
             return [list(chosen)]
+
+        def cost(length: int) -> float:
+            return length * flops_per_token(policy.model, length)
+
         lengths = buffer.lengths[list(chosen)].tolist()
-        costs = [length * flops_per_token(policy.model, length) for length in lengths]
+        costs = [cost(length) for length in lengths]
         # Micro-batches of a fixed number of rows: every rank gets the same number of rows, at most one less.
         has_fixed_rows = not (self.recipe.data.packing or self.method.is_dynamic())
         max_rows = -(-len(chosen) // num_ranks) if has_fixed_rows else None
+        if policy.prompt_sharing is not None:
+            prompts = buffer.prompts(chosen)
+            prompt_costs = {prompt: cost(len(prompt)) for prompt in prompts}
+            groups = split_groups(prompts, costs, prompt_costs, num_ranks, has_fixed_rows)
+            if groups is not None:
+                return [[chosen[position] for position in positions] for positions in groups]
         shares = []
         for positions in balance_by_cost(costs, num_ranks, max_rows):  # positions in `chosen`
             shares.append([chosen[position] for position in positions])
@@ -460,3 +487,60 @@ class Rollouts(BatchSource):
         counted = self.buffer.counted.tolist()
         selected = order[start : start + self.batch_size].tolist()
         return sorted(index for index in selected if counted[index])
+
+
+def split_groups(
+    prompts: Sequence[Hashable],
+    costs: Sequence[float],
+    prompt_costs: Mapping[Hashable, float],
+    num_ranks: int,
+    has_fixed_rows: bool,
+) -> list[list[int]] | None:
+    """Distribute completions over ranks so that those of one prompt stay together and the ranks have similar costs.
+
+    Every group of completions is divided into the same number of parts. The number is the one with which the most
+    expensive rank costs the least, so that for example a single group is divided over all ranks.
+
+    Args:
+        prompts: The prompt of each completion.
+        costs: Cost of each completion with its prompt.
+        prompt_costs: Cost of each prompt, which a rank pays once for each part.
+        num_ranks: Number of ranks.
+        has_fixed_rows: Whether every rank gets the same number of completions, at most one less.
+
+    Returns:
+        The completions of each rank, ascending. None if shared prompts would save less than a tenth of the cost.
+
+    Example:
+        Two prompts of cost 4 with two completions each, which cost 1 more, on two ranks:
+
+        >>> split_groups(["a", "b", "a", "b"], [5, 5, 5, 5], {"a": 4, "b": 4}, 2, False)
+        [[0, 2], [1, 3]]
+    """
+    groups: dict[Hashable, list[int]] = {}
+    for index, prompt in enumerate(prompts):
+        groups.setdefault(prompt, []).append(index)
+    saved = sum((len(members) - 1) * prompt_costs[prompt] for prompt, members in groups.items())
+    if saved < MIN_SAVED_FRACTION * sum(costs):
+        return None
+    if has_fixed_rows:
+        # Consecutive completions, group by group: at most num_ranks - 1 groups are divided.
+        by_group = [index for members in groups.values() for index in members]
+        bounds = [rank * len(by_group) // num_ranks for rank in range(num_ranks + 1)]
+        return [sorted(by_group[start:end]) for start, end in pairwise(bounds)]
+    best: list[list[int]] = []
+    lowest = math.inf
+    for num_parts in range(1, max(len(members) for members in groups.values()) + 1):
+        parts: list[list[int]] = []
+        part_costs: list[float] = []
+        for prompt, members in groups.items():
+            own_costs = [costs[index] - prompt_costs[prompt] for index in members]
+            for positions in balance_by_cost(own_costs, min(num_parts, len(members))):
+                parts.append([members[position] for position in positions])
+                part_costs.append(prompt_costs[prompt] + sum(own_costs[position] for position in positions))
+        ranks = balance_by_cost(part_costs, num_ranks)
+        highest = max(sum(part_costs[part] for part in parts_of_rank) for parts_of_rank in ranks)
+        if highest < lowest:
+            lowest = highest
+            best = [sorted(index for part in parts_of_rank for index in parts[part]) for parts_of_rank in ranks]
+    return best

@@ -56,6 +56,9 @@ def check_keys(inputs: RunInputs) -> list[Problem]:
     if recipe.train.dynamic_batch and recipe.data.packing:
         text = "train.dynamic_batch=true is for padded rows, and data.packing packs them"
         problems.append(Problem("train.dynamic_batch", text, "Set data.packing=false, or leave it out"))
+    if recipe.train.share_prompts is True and method.shared_beginnings is None:
+        text = f"train.share_prompts=true has no effect with method={recipe.method}, whose rows share no prompts"
+        problems.append(Problem("train.share_prompts", text, "Leave it out"))
     return problems
 
 

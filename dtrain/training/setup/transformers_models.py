@@ -150,6 +150,9 @@ def proof_problems(proof: "Proof", key: str, path: Path, recipe: Recipe) -> list
     if recipe.data.packing:
         text = f"{key}={path}: its {proof.leak} mixes the documents of a packed row"
         problems.append(Problem("data.packing", text, "Set data.packing=false and parallel.cp=1"))
+    if recipe.train.share_prompts is True:
+        text = f"train.share_prompts=true: the {proof.leak} of {key}={path} mixes the documents of a row"
+        problems.append(Problem("train.share_prompts", text, "Set train.share_prompts=false"))
     if recipe.parallel.cp > 1:
         text = (
             f"parallel.cp={recipe.parallel.cp}: the {proof.leak} of {key}={path} needs all tokens of a row on one rank"
