@@ -33,7 +33,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dtrain.attention.tree import split_nodes
+from dtrain.attention.tree import TreePacking, split_nodes
 from dtrain.base.batch import IGNORE_INDEX, PADDING_SEQ_ID, Batch, Grid, RowImages, document_ids
 from dtrain.parallel.context.batch import get_chunk_indices, shard_sequence
 
@@ -395,6 +395,10 @@ class SharedRow:
             if parent >= 0:
                 last[parent] = max(last[parent], last[node])
         return last
+
+    def packing(self, size: int) -> TreePacking:
+        """Return the nodes of the row for attention kernels, given the number of context-parallel ranks."""
+        return TreePacking.of(self.lengths, self.parents, num_chunks=1 if size == 1 else 2 * size)
 
     def num_pairs(self, window: int | None = None) -> int:
         """Return the pairs of query and key that are computed, each document counted as a square as in `StepCounts`.

@@ -38,6 +38,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtrain.attention.packing import Packing
+from dtrain.attention.tree import TreePacking
 from dtrain.base.batch import (
     IGNORE_INDEX,
     IMAGE_STREAMS,
@@ -540,7 +541,7 @@ class Scorer:
             position_ids=local["position_ids"] if has_positions else None,
             seq_ids=local["seq_ids"] if has_document_mask else None,
             last_seq_ids=None if shared_row is None else local["last_seq_ids"],
-            packing=self._packing(micro_batch, has_document_mask) if self.model.model.takes_packing else None,
+            packing=self._packing(micro_batch, has_document_mask),
             images=self._images(micro_batch.images, local),
             routing=routing,
             adapters=adapters,
@@ -603,16 +604,18 @@ class Scorer:
         """Gather the grids of every dp rank's images in this micro-batch. One all-gather of objects over dp."""
         return Ranks(self.mesh.dp.get_group()).gather_results(lambda: grids)
 
-    def _packing(self, batch: MicroBatch, has_document_mask: bool) -> Packing | None:
+    def _packing(self, batch: MicroBatch, has_document_mask: bool) -> Packing | TreePacking | None:
         """Return the starts of a micro-batch's documents, for kernels that compute document by document.
 
         The starts are those in full rows, padded as for sharding over cp.
 
         Returns:
-            None if cp is 1 and no document mask is needed.
+            None if cp is 1 and no document mask is needed, or the model does not read the starts.
         """
         cp = self.mesh.cp.size()
         if batch.shared_row is not None:
+            return batch.shared_row.packing(cp)
+        if not self.model.model.takes_packing:
             return None
         if not has_document_mask and cp == 1:
             return None
