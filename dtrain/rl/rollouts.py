@@ -26,7 +26,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -45,6 +45,9 @@ from dtrain.rl.samples import Sample
 
 if TYPE_CHECKING:
     from dtrain.data.images.files import ImageRecord
+
+
+Prompt = TypeVar("Prompt", bound=Hashable)
 
 
 @dataclass
@@ -490,9 +493,9 @@ class Rollouts(BatchSource):
 
 
 def split_groups(
-    prompts: Sequence[Hashable],
+    prompts: Sequence[Prompt],
     costs: Sequence[float],
-    prompt_costs: Mapping[Hashable, float],
+    prompt_costs: Mapping[Prompt, float],
     num_ranks: int,
     has_fixed_rows: bool,
 ) -> list[list[int]] | None:
@@ -517,7 +520,7 @@ def split_groups(
         >>> split_groups(["a", "b", "a", "b"], [5, 5, 5, 5], {"a": 4, "b": 4}, 2, False)
         [[0, 2], [1, 3]]
     """
-    groups: dict[Hashable, list[int]] = {}
+    groups: dict[Prompt, list[int]] = {}
     for index, prompt in enumerate(prompts):
         groups.setdefault(prompt, []).append(index)
     saved = sum((len(members) - 1) * prompt_costs[prompt] for prompt, members in groups.items())

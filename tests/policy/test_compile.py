@@ -220,7 +220,8 @@ CARD = {
     "window": (partial(sft, family="gemma3"), 1, (PAD,), 2 + HEAD),
     "lora": (sft, 2, (LORA, FULL), 4 + HEAD),
     "dpo-lora": (dpo, 1, (LORA, SELECTIVE), 6 + HEAD),
-    "grpo": (tiny_grpo, 1, (), 4 + HEAD),
+    # With shared prompts, a last micro-batch of one completion may come at any step, for which a graph is missing.
+    "grpo": (tiny_grpo, 1, ("train.share_prompts=false",), 4 + HEAD),
 }
 
 
