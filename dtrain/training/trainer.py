@@ -510,6 +510,9 @@ class Trainer:
         flops_per_sec = self._flops_of_step(result.counts) / step_time
         self._latest_metrics = {}
         self._record({"loss": result.loss})
+        shared_tokens = {}
+        if self.method.shared_beginnings is not None and self.policy.prompt_sharing is not None:
+            shared_tokens["shared_tokens"] = result.counts.shared_tokens
         self.metrics.train_row(
             step,
             epoch=epoch,
@@ -519,6 +522,7 @@ class Trainer:
             grad_norm=update.grad_norm,
             lr=update.lr,
             tokens=result.counts.tokens,
+            **shared_tokens,
             tokens_per_sec=result.counts.tokens / step_time,
             mfu=metrics.model_flops_utilisation(
                 flops_per_sec, self.runtime.world_size, self.runtime.device, self.policy.precision.compute

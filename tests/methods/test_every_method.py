@@ -34,9 +34,12 @@ MESH = {
         "of rows": [],
         "by tokens": ["train.dynamic_batch=true"],
     },
+    "prompts": {"shared": ["train.share_prompts=true"], "shared if it pays": []},
     "checkpointing": {name: [f"train.activation_checkpointing={name}"] for name in ("none", "full")},
 }
 AXES = MODEL | MESH
+# The one process computes every sequence on its own.
+ALONE = ["train.share_prompts=false"]
 # A model of rewards trains its head beside an adapter.
 HEAD = "lora.modules_to_save=[score]"
 
@@ -46,6 +49,9 @@ def ranks_of(case):
 
 
 def can_run(case):
+    shares = case.get("method") not in ("distill", "distill top k", "classes")
+    if case.get("prompts") == "shared" and not shares:
+        return False
     return not (case.get("rows") == "packed" and case.get("micro-batches") == "by tokens")
 
 
@@ -92,7 +98,9 @@ def run_and_compare(tmp_path, cases):
         root.mkdir()
         shape = {"family": case["family"]}
         alone.append(
-            recipe_of(root, case["method"], *overrides_of(case, MODEL), "train.micro_batch=12", name="alone", **shape)
+            recipe_of(
+                root, case["method"], *overrides_of(case, MODEL), "train.micro_batch=12", *ALONE, name="alone", **shape
+            )
         )
         on_mesh.append(recipe_of(root, case["method"], *overrides_of(case, AXES), name="mesh", **shape))
     run_all(alone)

@@ -138,7 +138,7 @@ def interleaved_with_reference(rank, recipe, world_size, tower):
         batches = rows_of(policy)
     else:
         batch, images = batch_of(TOWERS[tower], policy.model.config)
-        batches, _ = split_into_micro_batches(batch, Fixed(2), len(images), policy.mesh.dp, images=images)
+        batches = split_into_micro_batches(batch, Fixed(2), len(images), policy.mesh.dp, images=images).batches
     count = compare(policy, batches, without_adapters={1})
     with_adapters = gradients(policy, batches, "f0 f1 b1 b0")
     reference = gradients(policy, batches, "f0 f1 b1 b0", {1})
