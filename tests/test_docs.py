@@ -36,6 +36,7 @@ PROMISED = (
     "docs/glossary.md",
     "docs/gpus.md",
     "docs/images.md",
+    "docs/prompts.md",
     "docs/install.md",
     "docs/coming-from.md",
     "docs/metrics.md",
