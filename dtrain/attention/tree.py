@@ -49,7 +49,7 @@ class SplitNodes(NamedTuple):
     """The nodes of a row, cut into pieces for the chunks of a context-parallel row.
 
     Attributes:
-        pieces: Number of tokens of each node in each chunk: pieces[chunk][node].
+        pieces: Number of tokens of each node in each chunk: `pieces[chunk][node]`.
         chunk_length: Number of tokens of every chunk, with its padding at the end.
     """
 
@@ -123,7 +123,7 @@ class TreePacking:
 
     Attributes:
         parents: Index of each node's parent, -1 for a root.
-        pieces: Number of tokens of each node in each chunk: pieces[chunk][node]. Without context parallel the row is
+        pieces: Number of tokens of each node in each chunk: `pieces[chunk][node]`. Without context parallel the row is
             one chunk.
         chunk_length: Number of tokens of each chunk, with its padding at the end.
     """
@@ -397,7 +397,7 @@ class TreePacking:
 
     @cached_property
     def _begins(self) -> list[list[int]]:
-        """Number of tokens of each node before each chunk: [chunk][node]."""
+        """Number of tokens of each node before each chunk: `[chunk][node]`."""
         begins = [[0] * len(self.parents)]
         for of_chunk in self.pieces[:-1]:
             begins.append([begin + length for begin, length in zip(begins[-1], of_chunk, strict=True)])
@@ -405,7 +405,7 @@ class TreePacking:
 
     @cached_property
     def _offsets(self) -> list[list[int]]:
-        """Index in its chunk at which each piece begins, and the end of the last piece: [chunk][node]."""
+        """Index in its chunk at which each piece begins, and the end of the last piece: `[chunk][node]`."""
         return [list(accumulate(of_chunk, initial=0)) for of_chunk in self.pieces]
 
     @cached_property

@@ -4,6 +4,7 @@ policy                the object through which trainer and methods train. Read t
 build                 a model on its mesh, and which of its parameters are trained
 optimizer             a recipe's optimizer, and the optional memory features that it uses
 batching              checking a caller's batch, and its micro-batches
+prompt_sharing        documents that begin alike: finding them, and the row in which a beginning is computed once
 score                 what a loss can read of the model
 results               what a step returns, and its events, for code that measures it
 options               the sections of a recipe that a policy reads, its dtypes, and options for building
