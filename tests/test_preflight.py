@@ -9,7 +9,7 @@ from dtrain.parallel.mesh import Runtime
 from dtrain.training import load_recipe
 from dtrain.training.trainer import train
 from tests.problem_lines import lines, missing_problems, preflight, shapes
-from tests.tiny import save_weights, tiny_recipe, write_model, write_pairs
+from tests.tiny import save_weights, tiny_grpo, tiny_recipe, write_model, write_pairs
 
 
 def problems(tmp_path, *overrides):
@@ -223,6 +223,13 @@ def test_kernels_of_linear_attention_are_refused_where_there_is_none(tmp_path):
     found = preflight(tiny_recipe(tmp_path, *keys), 1)
     assert found == ["model.linear_attention=fla: this model has no linear attention. Leave it out."]
     assert preflight(tiny_recipe(tmp_path, *keys, family="qwen3.5"), 1) == []
+
+
+def test_models_with_linear_attention_do_not_share_prompts(tmp_path):
+    recipe = tiny_grpo(tmp_path, "train.share_prompts=true", family="qwen3.5")
+    (problem,) = preflight(recipe, 1)
+    assert problem.startswith("train.share_prompts=true: this model has linear attention")
+    assert preflight(load_recipe(recipe, ["train.share_prompts=auto"]), 1) == []
 
 
 @pytest.mark.parametrize(

@@ -171,6 +171,8 @@ VALUES = (
         ("train.dynamic_batch=true", "data.packing=true"),
         "train.dynamic_batch=true is for padded rows, and data.packing packs them. Set data.packing=false",
     ),
+    slip("train.share_prompts=yes please", "train.share_prompts=yes please must be auto, true or false"),
+    slip("train.share_prompts=true", "train.share_prompts=true has no effect with method=sft", "Leave it out"),
     slip("data.packing=maybe", "data.packing=maybe must be auto, true or false"),
     slip("train.freeze=[nothing.*]", "train.freeze", "nothing.*"),
 )

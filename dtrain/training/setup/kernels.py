@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from dtrain.base.errors import Problem
-from dtrain.models.common.config import ModelConfig
+from dtrain.models.common.config import LINEAR, ModelConfig
 from dtrain.policy.build import choose_attention, choose_delta
 from dtrain.policy.options import Precision
 from dtrain.recipe import Recipe
@@ -41,16 +41,25 @@ def check_keys(inputs: RunInputs) -> list[Problem]:
 
 
 def check_models(inputs: RunInputs) -> list[Problem]:
-    """Check that a kernel for linear attention is not requested for a model without it."""
+    """Check that a kernel for linear attention, or shared prompts, are not requested for a model that has none."""
     config = inputs.readable_config
-    if config is None or config.linear_attention is not None or inputs.recipe.model.linear_attention != "fla":
+    if config is None:
         return []
+    problems = []
+    if inputs.recipe.train.share_prompts is True and LINEAR in config.layer_types:
+        text = (
+            "train.share_prompts=true: this model has linear attention, whose state would have to be copied for each "
+            "completion"
+        )
+        problems.append(Problem("train.share_prompts", text, "Leave it out"))
+    if config.linear_attention is not None or inputs.recipe.model.linear_attention != "fla":
+        return problems
     text = "model.linear_attention=fla: this model has no linear attention"
     if config.transformers is not None:
         text = (
             "model.linear_attention=fla: the transformers library chooses the kernels of this model's linear attention"
         )
-    return [Problem("model.linear_attention", text, "Leave it out")]
+    return [*problems, Problem("model.linear_attention", text, "Leave it out")]
 
 
 def check_device(
