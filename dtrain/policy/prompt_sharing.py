@@ -67,14 +67,11 @@ class Document(NamedTuple):
         group: Its value of `prompt_ids`, -1 for none.
         content: Everything that a model reads of each token, int64 [s, columns]. Tokens with equal beginnings up to and
             including themselves have equal hidden states.
-        image_ends: Last position that each token sees, and its own position, [s, 2]. None if attention within images is
-            causal.
     """
 
     row: int
     group: int
     content: Tensor
-    image_ends: Tensor | None
 
     def __len__(self) -> int:
         return len(self.content)
@@ -232,15 +229,11 @@ def _read_documents(batch: Batch, images: RowImages | None, sharing: PromptShari
         if name in batch:
             columns.append(batch[name].long().unflatten(1, (-1, 1)).flatten(2))
     content = torch.cat(columns, 2)  # [n, S, columns]
-    ends = None
-    if "image_ends" in batch:
-        ends = torch.stack([batch["image_ends"], batch["position_ids"]], 2)  # [n, S, 2]
     documents = []
     for row, seq_ids in enumerate(batch["seq_ids"]):
         for start, end in _document_bounds(seq_ids):
             group = int(batch[PROMPT_IDS][row, start])
-            image_ends = None if ends is None else ends[row, start:end]
-            documents.append(Document(row, group, content[row, start:end], image_ends))
+            documents.append(Document(row, group, content[row, start:end]))
     return documents
 
 
@@ -317,17 +310,12 @@ def _add_nodes(
 def _common_length(first: Document, second: Document, begin: int) -> int:
     """Return the number of tokens with which two documents begin alike, given that `begin` tokens are equal.
 
-    A common beginning does not end within an image whose tokens see one another.
+    A common beginning contains an image with all its tokens or not at all, because all of them are in `content`.
     """
     length = min(len(first), len(second))
     differs = (first.content[begin:length] != second.content[begin:length]).any(1)
     if bool(differs.any()):
         length = begin + int(differs.int().argmax())
-    if first.image_ends is not None and length > begin:
-        ends, positions = first.image_ends[begin:length].unbind(1)
-        sees_further = ends > positions[-1]
-        if bool(sees_further.any()):
-            length = begin + int(sees_further.int().argmax())
     return length
 
 
