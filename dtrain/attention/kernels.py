@@ -12,7 +12,8 @@ multiple of kv, and both count this rank's heads. The head size of v may differ 
 Three kernels differ in how they obtain the keys: `SdpaKernel` has full rows, `context.GatherKernel` gathers the keys of
 all ranks, and `context.RingKernel` passes them from rank to rank. Each of them computes attention under masks.
 `varlen.VarlenKernel` contains one of the three. It obtains the keys from this kernel, and computes packed rows by
-variable-length calls instead of masks.
+variable-length calls instead of masks. `varlen.TreeKernel` does so only for rows in which sequences share their
+beginning. It is the kernel of CPUs.
 
 `SdpaByRow` is for the meta tensors of `dtrain plan`, and makes calls of the same sizes as `SdpaKernel` on a CPU. There
 `SdpaKernel` reads the mask to find the keys that a span of queries sees, and computes these keys only. Meta tensors

@@ -1,4 +1,7 @@
-"""The kernel of variable-length attention, on CUDA in half precision, and its check on a device.
+"""The kernels of variable-length attention, and the check of the one for CUDA on a device.
+
+`VarlenKernel` is for CUDA in half precision. `TreeKernel` is for CPUs, and uses variable-length calls only for rows in
+which sequences share their beginning (`attention.tree`).
 
 Its time is proportional to the sum of the documents' squared lengths, and no mask is stored. With a mask it would be
 the square of the row's length: for example, 8 documents of 512 tokens in a row take 8 · 512² instead of 4096², an

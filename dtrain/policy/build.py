@@ -308,7 +308,13 @@ def _find_varlen_problem(
     exchange = recipe.parallel.cp_rotate if recipe.parallel.cp > 1 else None
     for shape in config.attention_shapes(recipe.parallel.tp):
         problem = varlen.check_varlen(
-            kernel.flash, **shape, dtype=precision.compute, device=device, exchange=exchange, is_later=is_later
+            kernel.flash,
+            **shape,
+            dtype=precision.compute,
+            device=device,
+            exchange=exchange,
+            is_later=is_later,
+            shares_beginnings=recipe.train.share_prompts is not False,
         )
         if problem is not None:
             return problem

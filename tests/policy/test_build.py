@@ -43,7 +43,10 @@ def choices(rank, root):
         assert asked.pop() == {
             "heads": 4, "key_heads": 2, "head_dim": 16, "value_dim": 16, "window": 6,
             "dtype": torch.bfloat16, "device": cuda, "exchange": None, "sinks": False, "is_later": False,
+            "shares_beginnings": True,
         }  # fmt: skip
+        kernel_of(tiny_recipe(root, "train.dtype=bfloat16", "train.share_prompts=false", family="gemma3"), cuda)
+        assert not asked.pop()["shares_beginnings"]
         for other in (tiny_recipe(root, "train.dtype=float32"), tiny_recipe(root, "model.attention=sdpa")):
             assert kernel_of(other, cuda).name == "sdpa"
         assert kernel_of(half, torch.device("cpu")).name == "sdpa" and not asked
