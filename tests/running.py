@@ -53,7 +53,13 @@ def metrics(recipe: Recipe) -> list[dict]:
 def trajectory(recipe: Recipe) -> list[Row]:
     """Return of each step its loss, gradient norm, rate and tokens, and of SFT how many labels were likeliest."""
     names = ("loss", "grad_norm", "lr", "tokens", "token_accuracy")
-    return [tuple(row[name] for name in names if name in row) for row in metrics(recipe) if "loss" in row]
+    rows = []
+    for row in metrics(recipe):
+        if "loss" in row:
+            # Which tokens of a prompt are shared depends on the mesh.
+            row = row | {"tokens": row["tokens"] + row.get("shared_tokens", 0)}
+            rows.append(tuple(row[name] for name in names if name in row))
+    return rows
 
 
 def weights(recipe: Recipe, step: int | None = None) -> dict[str, torch.Tensor]:

@@ -524,7 +524,7 @@ def split_groups(
     for index, prompt in enumerate(prompts):
         groups.setdefault(prompt, []).append(index)
     saved = sum((len(members) - 1) * prompt_costs[prompt] for prompt, members in groups.items())
-    if saved < MIN_SAVED_FRACTION * sum(costs):
+    if not costs or saved < MIN_SAVED_FRACTION * sum(costs):
         return None
     if has_fixed_rows:
         # Consecutive completions, group by group: at most num_ranks - 1 groups are divided.
