@@ -549,11 +549,19 @@ def _plan_shared_rows(shared: SharedPrompts, batching: DynamicShapes | Packed) -
     parts: list[list[int]] = []  # rows that share a beginning, or a part of them that fits into a micro-batch
     lengths: list[int] = []
     for samples in shared.linked_samples(rows_per_sample):
-        part: list[int] = []
-        length = 0
+        rows_of_samples = []
         for sample in samples:
             first_row = sample * rows_per_sample
-            new_rows = list(range(first_row, min(first_row + rows_per_sample, num_rows)))
+            rows_of_samples.append(list(range(first_row, min(first_row + rows_per_sample, num_rows))))
+        all_rows = [row for rows in rows_of_samples for row in rows]
+        full_length = shared.num_computed_tokens(all_rows)
+        if full_length <= batching.tokens:
+            parts.append(all_rows)
+            lengths.append(full_length)
+            continue
+        part: list[int] = []
+        length = 0
+        for new_rows in rows_of_samples:
             new_length = shared.num_computed_tokens(part + new_rows)
             if part and new_length > batching.tokens:
                 parts.append(part)

@@ -142,6 +142,9 @@ class SharedPrompts:
 
     def __init__(self, batch: Batch, images: RowImages | None, sharing: PromptSharing):
         self.documents = _read_documents(batch, images, sharing)
+        self._documents_by_row: dict[int, list[Document]] = {}
+        for document in self.documents:
+            self._documents_by_row.setdefault(document.row, []).append(document)
         members: dict[int, list[int]] = {}
         for index, document in enumerate(self.documents):
             members.setdefault(document.group, []).append(index)
@@ -195,11 +198,7 @@ class SharedPrompts:
         return shared_row if shared_row.num_shared_tokens else None
 
     def _documents_of(self, rows: Sequence[int]) -> list[Document]:
-        by_row: dict[int, list[Document]] = {row: [] for row in rows}
-        for document in self.documents:
-            if document.row in by_row:
-                by_row[document.row].append(document)
-        return [document for row in rows for document in by_row[row]]
+        return [document for row in rows for document in self._documents_by_row.get(row, [])]
 
     def _forest(self, rows: Sequence[int]) -> list[Node]:
         """Return the nodes of some rows in preorder. Their documents are counted through the rows in this order."""
@@ -294,17 +293,16 @@ def _add_nodes(
     if common > begin:
         nodes.append(Node(tuple(indices), begin, common - begin, parent))
         parent = len(nodes) - 1
-    # A document that ends here needs no further node. The others continue together if they are equal for a while.
-    remaining = [index for index in indices if len(documents[index]) > common]
-    while remaining:
-        leader = documents[remaining[0]]
-        together: list[int] = []
-        others: list[int] = []
-        for index in remaining:
-            num_equal = _common_length(leader, documents[index], common) - common
-            (together if index == remaining[0] or num_equal >= MIN_BRANCH_TOKENS else others).append(index)
+    # A document that ends here needs no further node. The others continue together if their next tokens are equal.
+    continuations: dict[bytes | int, list[int]] = {}
+    for index in indices:
+        next_tokens = documents[index].content[common : common + MIN_BRANCH_TOKENS]
+        if len(next_tokens) == MIN_BRANCH_TOKENS:
+            continuations.setdefault(next_tokens.numpy().tobytes(), []).append(index)
+        elif len(next_tokens):
+            continuations[index] = [index]
+    for together in continuations.values():
         _add_nodes(nodes, documents, together, begin=common, parent=parent)
-        remaining = others
 
 
 def _common_length(first: Document, second: Document, begin: int) -> int:
