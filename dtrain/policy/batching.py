@@ -238,6 +238,11 @@ def _stream_specs(batch: Mapping[str, Any], vocab_size: int) -> dict[str, Stream
             raise ValueError(f"stream {name} is a {kind}. Streams are dense tensors of shape [n, S, ..] or [n, ..]")
         if name in RESERVED_STREAMS:
             raise ValueError(f"stream {name}: this name is reserved, choose another one")
+        if name == PROMPT_IDS and value.shape != ids.shape:
+            raise ValueError(
+                f"stream {name} has shape {list(value.shape)}, and input_ids has {list(ids.shape)}: every token needs "
+                "the number of its document's prompt"
+            )
         if value.shape[:1] != ids.shape[:1]:
             raise ValueError(
                 f"stream {name} has shape {list(value.shape)}, and input_ids has {list(ids.shape)}: the first "
@@ -630,7 +635,8 @@ def merge_micro_batch_values(
     lengths = row_lengths(batch)
     for part, rows in zip(values, plan, strict=False):
         if is_packed and len(rows) > 1:
-            row_values = part[0].split([lengths[row] for row in rows])
+            lengths_of_rows = [lengths[row] for row in rows]
+            row_values = part[0, : sum(lengths_of_rows)].split(lengths_of_rows)
             for row, row_value in zip(rows, row_values, strict=True):
                 out[row, : lengths[row]] = row_value
         else:
@@ -639,11 +645,13 @@ def merge_micro_batch_values(
 
 
 def _join_rows(batch: Batch) -> Batch:
-    """Join rows to one, without padding: [b, S, ..] -> [1, tokens, ..].
+    """Join rows to one, without padding: [b, S, ..] -> [1, tokens, ..]. Rows of padding become one token of padding.
 
     Document numbers continue from row to row. For example, seq_ids [[0, 1, -1], [0, 0, 1]] become [[0, 1, 2, 2, 3]].
     """
     is_token = batch["seq_ids"] != PADDING_SEQ_ID  # [b, S]
+    if not bool(is_token.any()):
+        return {name: tensor[:1, :1] for name, tensor in batch.items()}
     per_row = batch["seq_ids"].amax(1, keepdim=True) + 1  # documents of each row
     seq_ids = batch["seq_ids"] + per_row.cumsum(0) - per_row
     joined = {name: tensor[is_token][None] for name, tensor in batch.items()}

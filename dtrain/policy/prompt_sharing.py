@@ -194,7 +194,10 @@ class SharedPrompts:
 
     def shared_row(self, rows: Sequence[int]) -> "SharedRow | None":
         """Return the shared row of a micro-batch whose rows are joined in this order. None if nothing is shared."""
-        shared_row = SharedRow(self._forest(rows), [len(document) for document in self._documents_of(rows)])
+        documents = self._documents_of(rows)
+        if not documents:  # rows of padding
+            return None
+        shared_row = SharedRow(self._forest(rows), [len(document) for document in documents])
         return shared_row if shared_row.num_shared_tokens else None
 
     def _documents_of(self, rows: Sequence[int]) -> list[Document]:

@@ -238,3 +238,25 @@ def test_images_of_prompts(tmp_path, ranks):
         alone = picture_recipe(root, name, *keys, "train.share_prompts=false")
         cases[name] = shared, alone, ranks, name
     run_cases(compare_images, ranks, cases)
+
+
+def logprobs_with_rows_of_padding(rank, *recipes):
+    runtime = Runtime(rank=rank)
+    ids = torch.tensor([[3, 4, 5, 6, 3, 4, 5, 7]] + [[0] * 8] * 3)
+    seq_ids = torch.tensor([[0] * 4 + [1] * 4] + [[-1] * 8] * 3)
+    batch = {"input_ids": ids, "seq_ids": seq_ids, "prompt_ids": torch.zeros_like(ids)}
+    results = []
+    for recipe in recipes:
+        mesh = build_mesh(runtime, dp_shard=1, cp=1, tp=1)
+        policy = Policy(recipe, read_config(recipe.model.path), mesh, runtime)
+        results += [policy.logprobs(batch, batching) for batching in (Fixed(1), Fixed(2), Packed(100))]
+    return results
+
+
+@pytest.mark.processes
+def test_micro_batches_of_empty_rows(tmp_path):
+    shared, alone = (tiny_recipe(tmp_path, f"train.share_prompts={setting}") for setting in ("true", "false"))
+    ((results,),) = run_cases(logprobs_with_rows_of_padding, 1, {"empty rows": (shared, alone)}).values()
+    for values in results:
+        assert torch.allclose(values, results[-1], rtol=TOLERANCE, atol=0)
+    assert results[0][0].count_nonzero() == 6 and not results[0][1:].any()

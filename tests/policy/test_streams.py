@@ -194,6 +194,7 @@ def what_is_wrong(count):
         ({"weight": ones[..., None]}, "stream weight is not the same on every rank"),
         ({"weight": ones[:, 0]}, "stream weight is not the same on every rank"),
         ({"label_index": ones}, "stream label_index: this name is reserved"),
+        ({"prompt_ids": ids[:, 0]}, r"stream prompt_ids has shape \[2\], and input_ids has \[2, 4\]"),
         ({"input_ids": ids + VOCAB}, f"input_ids are from {VOCAB} to {VOCAB}, and the model has {VOCAB} tokens"),
         ({"labels": ids - 1}, "labels are from -1 to -1"),
         ({"labels": ids[:, 1:]}, r"labels must be a tensor \[2, 4\] for input_ids \[2, 4\], not \[2, 3\]"),
