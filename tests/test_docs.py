@@ -294,7 +294,7 @@ def test_the_losses_that_are_shown_train(name, table, words, model, tmp_path, mo
     (cells,) = [row for rows in shown.tables for row in rows if f'"{name}"' in row[-1]]
     names = dict(vars(home))
     exec(compile(block.text, "README.md", "exec"), names)
-    monkeypatch.setattr(home, name, names[name], raising=False)
+    monkeypatch.setitem(home.FORMULAS, name, names[name])
     whole = {**table.LOSSES, **eval("{" + re.search(r'`(".*)`', cells[-1])[1] + "}", dict(vars(table)))}
     for module in [one for one in sys.modules.values() if getattr(one, "LOSSES", None) is table.LOSSES]:
         monkeypatch.setattr(module, "LOSSES", whole)

@@ -17,7 +17,7 @@ class TokenLoss:
     """A loss of `sft.loss`.
 
     Attributes:
-        function: Name of the function in `head.weighted_sum`, or a user's function.
+        function: Key of `head.weighted_sum.FORMULAS`, or a user's function.
         options: The function's options and their defaults.
         smooths: Whether `sft.label_smoothing` can be used with it. Only a cross entropy has a meaning for a target that
             is a distribution.

@@ -10,7 +10,7 @@ from torch import Tensor
 from dtrain.base.batch import Batch
 from dtrain.base.errors import Problem, UserError, problems_of_error
 from dtrain.base.ranges import NUMBER, format_value
-from dtrain.losses.head import weighted_sum
+from dtrain.losses.head.weighted_sum import FORMULAS
 from dtrain.losses.token_options import LOSSES, RANGES, find_loss, is_loss_name
 from dtrain.methods.method import Method
 from dtrain.methods.sections import Sft
@@ -66,9 +66,7 @@ class SftMethod(Method):
     def _token_loss(self) -> partial[Tensor]:
         """The loss of tokens with its options."""
         loss = find_loss(self.section.loss)
-        function = loss.function
-        if isinstance(function, str):  # the table has the names of dtrain's, because it imports no torch
-            function = getattr(weighted_sum, function)
+        function = FORMULAS[loss.function] if isinstance(loss.function, str) else loss.function
         return partial(function, **{**loss.options, **self.section.kwargs})
 
     def loss(

@@ -56,6 +56,10 @@ def dft(logprobs: Tensor) -> Tensor:
     return -logprobs.exp().detach() * logprobs
 
 
+# The losses by name. `token_options.LOSSES` refers to them by name, because it must not import torch.
+FORMULAS: dict[str, Callable[..., Tensor]] = {"nll": nll, "dft": dft}
+
+
 class TokenSums(NamedTuple):
     """Sums over tokens, scalars in max(float32, the dtype).
 

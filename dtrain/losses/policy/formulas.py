@@ -8,13 +8,13 @@ tokens, so that the mean over the tokens is the loss of the sequence.
 Example: A = 1, log π = -1.0, log π_old = -1.5 and clip (0.2, 0.2). r = exp(0.5) = 1.65, so the clipped loss is
 -min(1.65, 1.2) = -1.2, and the token has no gradient.
 
-The file has three parts: sums over sequences (`RowSequences`, `Documents`), the losses, and terms that are added to
-losses or multiply them (KL divergence from a reference, correction of the sampler's probabilities). `options` is the
-table of the losses: how each is normalised, its options and their defaults.
+The file has three parts: sums over sequences (`RowSequences`, `Documents`), the losses (`FORMULAS`), and terms that
+are added to losses or multiply them (KL divergence from a reference, correction of the sampler's probabilities).
+`options` is the table of the losses: how each is normalised, its options and their defaults.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -327,6 +327,19 @@ def reinforce(tokens: Tokens) -> Surrogate:
         Williams, 1992. GPG: Chu et al., arXiv:2504.02546.
     """
     return Surrogate(-tokens.advantages * tokens.logps)
+
+
+# The functions by name. `options.LOSSES` refers to them by name, because it must not import torch.
+FORMULAS: dict[str, Callable[..., Surrogate]] = {
+    "clipped": clipped,
+    "cispo": cispo,
+    "sapo": sapo,
+    "vespo": vespo,
+    "dppo_tv": dppo_tv,
+    "dppo_kl": dppo_kl,
+    "gmpo": gmpo,
+    "reinforce": reinforce,
+}
 
 
 def mean_by_sequence(values: Tensor, sequences: Sequences) -> Tensor:

@@ -32,7 +32,7 @@ class PolicyLoss:
         longest          Σ over tokens / (number of sequences · max_completion_length)
 
     Attributes:
-        function: Name of the function in `formulas`, or a user's function of the same signature, which may also return
+        function: Key of `formulas.FORMULAS`, or a user's function of the same signature, which may also return
             only the loss, [n, S].
         options: The function's options, except the clip, and their defaults.
         normalisation: See above.

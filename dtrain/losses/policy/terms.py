@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from dtrain.base.ranges import name_hint
-from dtrain.losses.policy import formulas
 from dtrain.losses.policy.formulas import (
+    FORMULAS,
     RowSequences,
     Sequences,
     Surrogate,
@@ -221,10 +221,9 @@ def policy_terms(
 
 
 def _formula_of(loss: PolicyLoss) -> Callable[..., Surrogate]:
-    """Return the function of a loss. The table has only the names of dtrain's, because the table imports no torch."""
+    """Return the function of a loss. A user's function is wrapped: its result is checked, and made a `Surrogate`."""
     if isinstance(loss.function, str):
-        formula: Callable[..., Surrogate] = getattr(formulas, loss.function)
-        return formula
+        return FORMULAS[loss.function]
     function = loss.function
 
     def user_formula(tokens: Tokens, **options: Any) -> Surrogate:

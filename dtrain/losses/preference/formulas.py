@@ -1,6 +1,7 @@
 """Formulas of preference losses: log-probabilities of chosen and rejected completions to a loss per pair.
 
-There is one function per loss. `options` is the table of the losses, with their requirements and options.
+There is one function per loss, listed in `FORMULAS`. `options` is the table of the losses, with their requirements and
+options.
 
 Notation: the log-probability of a completion is the sum over its tokens. c and r are log(π/π_ref) of the chosen and of
 the rejected completion, and β·c and β·r their rewards. The margin m is the difference of the scores of the chosen and
@@ -12,6 +13,7 @@ Example: chosen -10, reference -11, rejected -12, reference -10 and β = 0.1. c 
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -272,6 +274,28 @@ def orpo(pairs: Pairs, *, beta: float) -> Tensor:
     chosen = _log_odds(_per_token(pairs.chosen, pairs.chosen_lengths))
     rejected = _log_odds(_per_token(pairs.rejected, pairs.rejected_lengths))
     return -beta * F.logsigmoid(chosen - rejected)
+
+
+# The functions by name. `options.LOSSES` refers to them by name, because it must not import torch.
+FORMULAS: dict[str, Callable[..., Tensor]] = {
+    "sigmoid": sigmoid,
+    "hinge": hinge,
+    "ipo": ipo,
+    "ipo_sum": ipo_sum,
+    "robust": robust,
+    "exo_pair": exo_pair,
+    "nca_pair": nca_pair,
+    "bco_pair": bco_pair,
+    "sppo_hard": sppo_hard,
+    "aot": aot,
+    "aot_unpaired": aot_unpaired,
+    "apo_zero": apo_zero,
+    "apo_down": apo_down,
+    "discopop": discopop,
+    "sigmoid_norm": sigmoid_norm,
+    "simpo": simpo,
+    "orpo": orpo,
+}
 
 
 def _smoothed(z: Tensor, label_smoothing: float) -> Tensor:

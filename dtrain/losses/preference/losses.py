@@ -15,8 +15,7 @@ from torch import Tensor
 
 from dtrain.base.batch import IGNORE_INDEX
 from dtrain.base.ranges import name_hint
-from dtrain.losses.preference import formulas
-from dtrain.losses.preference.formulas import Pairs
+from dtrain.losses.preference.formulas import FORMULAS, Pairs
 from dtrain.losses.preference.options import DIVERGENCE, LOSSES, PreferenceLoss, find_loss, is_loss_name, problems
 from dtrain.losses.value_checks import check_loss_values
 
@@ -158,11 +157,10 @@ def _check_options(names: Sequence[str], options: Mapping[str, Any], *, has_refe
 
 
 def _formula_of(loss: PreferenceLoss) -> Callable[..., Tensor]:
-    """Return the function of a loss. The table has only the names of dtrain's, because the table imports no torch."""
+    """Return the function of a loss."""
     if not isinstance(loss.function, str):
         return loss.function
-    formula: Callable[..., Tensor] = getattr(formulas, loss.function)
-    return formula
+    return FORMULAS[loss.function]
 
 
 class PreferenceWeights(NamedTuple):

@@ -23,7 +23,7 @@ class PreferenceLoss:
     """A preference loss.
 
     Attributes:
-        function: Name of the function in `formulas`, or a user's function of the same signature.
+        function: Key of `formulas.FORMULAS`, or a user's function of the same signature.
         options: The function's options, except β, and their defaults.
         needs_reference: Whether it reads the log-probabilities of the reference.
         needs_lengths: Whether it reads the lengths of the completions.
