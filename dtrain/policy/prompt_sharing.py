@@ -149,6 +149,9 @@ class SharedPrompts:
         for index, document in enumerate(self.documents):
             members.setdefault(document.group, []).append(index)
         self._shared_groups = set()
+        # The attention of a shared row counts tokens, which is right under a window only if positions count on by 1.
+        if _has_position_gaps(batch):
+            return
         for group, indices in members.items():
             if group < 0 or len(indices) == 1:
                 continue
@@ -248,6 +251,17 @@ def _document_bounds(seq_ids: Tensor) -> list[tuple[int, int]]:
     lengths = seq_ids[seq_ids != PADDING_SEQ_ID].bincount().tolist()
     ends = list(accumulate(lengths))
     return [(end - length, end) for end, length in zip(ends, lengths, strict=True)]
+
+
+def _has_position_gaps(batch: Batch) -> bool:
+    """Check whether the positions of any document leave out a number.
+
+    >>> _has_position_gaps({"position_ids": torch.tensor([[0, 1, 0, 2]]), "seq_ids": torch.tensor([[0, 0, 1, 1]])})
+    True
+    """
+    seq_ids = batch["seq_ids"]
+    continues = (seq_ids[:, 1:] == seq_ids[:, :-1]) & (seq_ids[:, 1:] != PADDING_SEQ_ID)
+    return bool((continues & (batch["position_ids"].diff() != 1)).any())
 
 
 def _number_images(features: Tensor, images: RowImages | None, sharing: PromptSharing) -> Tensor:

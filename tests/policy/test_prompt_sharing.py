@@ -240,23 +240,24 @@ def test_images_of_prompts(tmp_path, ranks):
     run_cases(compare_images, ranks, cases)
 
 
-def logprobs_with_rows_of_padding(rank, *recipes):
+def logprobs_of(rank, recipe, batches):
     runtime = Runtime(rank=rank)
-    ids = torch.tensor([[3, 4, 5, 6, 3, 4, 5, 7]] + [[0] * 8] * 3)
-    seq_ids = torch.tensor([[0] * 4 + [1] * 4] + [[-1] * 8] * 3)
-    batch = {"input_ids": ids, "seq_ids": seq_ids, "prompt_ids": torch.zeros_like(ids)}
-    results = []
-    for recipe in recipes:
-        mesh = build_mesh(runtime, dp_shard=1, cp=1, tp=1)
-        policy = Policy(recipe, read_config(recipe.model.path), mesh, runtime)
-        results += [policy.logprobs(batch, batching) for batching in (Fixed(1), Fixed(2), Packed(100))]
-    return results
+    policy = Policy(recipe, read_config(recipe.model.path), build_mesh(runtime, dp_shard=1, cp=1, tp=1), runtime)
+    return [policy.logprobs(batch, batching) for batch in batches for batching in (Fixed(1), Fixed(2), Packed(100))]
 
 
 @pytest.mark.processes
-def test_micro_batches_of_empty_rows(tmp_path):
-    shared, alone = (tiny_recipe(tmp_path, f"train.share_prompts={setting}") for setting in ("true", "false"))
-    ((results,),) = run_cases(logprobs_with_rows_of_padding, 1, {"empty rows": (shared, alone)}).values()
-    for values in results:
-        assert torch.allclose(values, results[-1], rtol=TOLERANCE, atol=0)
-    assert results[0][0].count_nonzero() == 6 and not results[0][1:].any()
+def test_empty_rows_and_gaps_of_positions(tmp_path):
+    ids = torch.tensor([[3, 4, 5, 6, 3, 4, 5, 7]] + [[0] * 8] * 3)
+    empty_rows = {"input_ids": ids, "prompt_ids": torch.zeros_like(ids)}
+    empty_rows["seq_ids"] = torch.tensor([[0] * 4 + [1] * 4] + [[-1] * 8] * 3)
+    # The model's window is 6.
+    gaps = {"input_ids": ids[[0, 0], :7], "prompt_ids": torch.zeros(2, 7, dtype=torch.int64)}
+    gaps["position_ids"] = torch.tensor([[0, 1, 2, 8, 9, 10, 11]] * 2)
+    cases = {}
+    for setting in ("true", "false"):
+        recipe = tiny_recipe(tmp_path, f"train.share_prompts={setting}", family="olmo3")
+        cases[setting] = recipe, [empty_rows, gaps]
+    ((shared,), (alone,)) = run_cases(logprobs_of, 1, cases).values()
+    assert_equal(dict(enumerate(shared)), dict(enumerate(alone)))
+    assert alone[0][0].count_nonzero() == 6 and not alone[0][1:].any()
