@@ -180,10 +180,16 @@ class KeyExplanation(NamedTuple):
     Attributes:
         kind: "renamed" if dtrain has a key for it, "unneeded" if it needs none, "unsupported" if it lacks the feature.
         text: The explanation for a message.
+        dtrain_key: dtrain's key, if the kind is "renamed" and the key is in a section, such as "data.max_length".
     """
 
     kind: Literal["renamed", "unneeded", "unsupported"]
     text: str
+    dtrain_key: str | None = None
+
+
+# The key at the beginning of an entry of the table `keys`, such as "data.max_length: prompt and completion together".
+_LEADING_KEY = re.compile(r"[a-z_]+\.[a-z_.]+[a-z]")
 
 
 def explain_unknown_key(key: str) -> str | None:
@@ -208,7 +214,10 @@ def find_key_explanation(key: str) -> KeyExplanation | None:
     parts = _key_parts(key)
     for word in (".".join(parts[-2:]), parts[-1]):
         if word in DTRAIN_KEYS:
-            return KeyExplanation("renamed", f"dtrain's word for it is {DTRAIN_KEYS[word]}")
+            entry = DTRAIN_KEYS[word]
+            leading_key = _LEADING_KEY.match(entry)
+            dtrain_key = None if leading_key is None else leading_key[0]
+            return KeyExplanation("renamed", f"dtrain's word for it is {entry}", dtrain_key)
         if word in UNNEEDED_KEYS:
             return KeyExplanation("unneeded", f"dtrain needs no key for it: {UNNEEDED_KEYS[word]}")
         if word in UNSUPPORTED_KEYS:

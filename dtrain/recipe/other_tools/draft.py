@@ -441,13 +441,10 @@ class Draft:
             return
         elif explanation.kind == "unsupported" and value == 0:  # 0 switches most features off
             return
+        elif explanation.dtrain_key is None:
+            self.lose(key, explanation.text)
         else:
-            # "dtrain's word for it is data.max_length: prompt and completion together"
-            word = re.match(r"dtrain's word for it is ([a-z_]+\.[a-z_.]+[a-z])", explanation.text)
-            if word is None:
-                self.lose(key, explanation.text)
-            else:
-                self.lose(key, explanation.text, word[1])
+            self.lose(key, explanation.text, explanation.dtrain_key)
 
     def _refuses_method(self) -> bool:
         """Check whether dtrain does not have the recipe's method, such as PPO with a critic."""
