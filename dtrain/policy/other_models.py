@@ -26,6 +26,7 @@ from dtrain.policy.batching import DynamicShapes, gather_rows, split_into_micro_
 from dtrain.policy.build import build_model
 from dtrain.policy.options import Precision
 from dtrain.policy.policy import Policy
+from dtrain.policy.prompt_sharing import can_share_prompts
 from dtrain.policy.score import HeadSettings, ModelInputs, Scorer
 from dtrain.recipe.schema import Model
 
@@ -44,6 +45,7 @@ class Teacher:
 
     Attributes:
         model: The teacher's model.
+        can_share_prompts: Whether it computes the student's rows if these share their beginnings.
 
     Raises:
         UserError: If the model cannot be read, has another vocabulary, or shards its head in another way than the
@@ -56,6 +58,7 @@ class Teacher:
     def __init__(self, policy: Policy, path: str):
         config = read_config(path)
         self.model = build_frozen_model(policy, path, config)
+        self.can_share_prompts = can_share_prompts(policy.recipe.train.share_prompts, config)
         self._head = HeadSettings.from_model(self.model, policy.mesh)
         student_size = policy.model.config.vocab_size
         if config.vocab_size != student_size:

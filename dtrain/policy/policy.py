@@ -39,7 +39,7 @@ from dtrain.base.batch import (
 )
 from dtrain.base.errors import UserError
 from dtrain.checkpoint.huggingface.read import read_weights
-from dtrain.models.common.config import LINEAR, ModelConfig
+from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.routing import BalanceLoss, RoutingRecord, RoutingTotals
 from dtrain.models.read_config import read_config
 from dtrain.optim.update import Updater
@@ -60,7 +60,7 @@ from dtrain.policy.checkpoint import PolicyCheckpoint
 from dtrain.policy.offloader import DeviceMonitor, PolicyOffloader
 from dtrain.policy.optimizer import build_gradient_sums, build_updater, offloads_optimizer
 from dtrain.policy.options import BuildOptions, PolicyConfig, Precision, choose_precision
-from dtrain.policy.prompt_sharing import PROMPT_IDS, PromptSharing
+from dtrain.policy.prompt_sharing import PROMPT_IDS, PromptSharing, can_share_prompts
 from dtrain.policy.reference import Reference
 from dtrain.policy.results import StepCounts, StepObserver, StepResult, Totals, UpdateResult
 from dtrain.policy.score import LogprobSource, Loss, Scorer
@@ -716,15 +716,8 @@ class Policy:
 
 
 def _prompt_sharing(setting: bool | str, config: ModelConfig) -> PromptSharing | None:
-    """Return how a model shares prompts, given `train.share_prompts`. None if it does not.
-
-    Linear attention has a state that would have to be copied where documents part, so its models compute every document
-    on its own. Models of transformers share only if the recipe asks for it, because some of them mix the documents of a
-    row (`training.setup.transformers_models` refuses these).
-    """
-    if setting is False or LINEAR in config.layer_types:
-        return None
-    if config.transformers is not None and setting is not True:
+    """Return how a model shares prompts, given `train.share_prompts`. None if it does not."""
+    if not can_share_prompts(setting, config):
         return None
     image_tokens = None if config.vision is None else config.vision.num_tokens
     return PromptSharing(always=setting is True, image_tokens=image_tokens)

@@ -35,6 +35,7 @@ from torch import Tensor
 
 from dtrain.attention.tree import TreePacking, split_nodes
 from dtrain.base.batch import IGNORE_INDEX, PADDING_SEQ_ID, Batch, Grid, RowImages, document_ids
+from dtrain.models.common.config import LINEAR, ModelConfig
 from dtrain.parallel.context.batch import get_chunk_indices, shard_sequence
 
 PROMPT_IDS = "prompt_ids"
@@ -57,6 +58,22 @@ class PromptSharing:
 
     always: bool = False
     image_tokens: Callable[[Grid], int] | None = None
+
+
+def can_share_prompts(setting: bool | str, config: ModelConfig) -> bool:
+    """Check whether a model computes rows with shared beginnings.
+
+    Linear attention has a state that would have to be copied where documents part, so its models compute every document
+    on its own. Models of transformers share only if the recipe asks for it, because some of them mix the documents of a
+    row (`training.setup.transformers_models` refuses these).
+
+    Args:
+        setting: `train.share_prompts`.
+        config: Config of the model.
+    """
+    if setting is False or LINEAR in config.layer_types:
+        return False
+    return config.transformers is None or setting is True
 
 
 class Document(NamedTuple):

@@ -195,6 +195,10 @@ class OnPolicyDistillMethod(DistillMethod):
         if rollout is not None:
             self._run.metrics.write_rows("samples", self.source.position.step + 1, rollout.rows)
 
+    def with_prompt_ids(self, batch: Batch) -> Batch:
+        """Override `Method.with_prompt_ids`. Nothing is shared if the teacher, which gets the same rows, cannot."""
+        return super().with_prompt_ids(batch) if self.teacher.can_share_prompts else batch
+
     def train_metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
         """Return the divergences and the rollout's lengths. Only a rollout's first step has `rollout_time`."""
         return self.source.fields | self.divergences(sums)

@@ -85,6 +85,17 @@ def test_experts_over_ranks_give_the_numbers_of_one_process(tmp_path):
     assert_same_run(mesh, one)
 
 
+def test_a_teacher_with_linear_attention_gets_every_completion_on_its_own(tmp_path):
+    (tmp_path / "answers.jsonl").write_text('{"prompt_ids": [5, 6, 7, 8, 9, 10, 11]}\n' * 16)
+    teacher = f"distill.teacher={teacher_at(tmp_path, 'qwen3.5')}"
+    shape = (*FIXED, teacher, "train.steps=2", "checkpoint.every=2")
+    alone = run(recipe_at(tmp_path, *shape, "train.share_prompts=false", name="alone"))
+    assert_same_run(run(recipe_at(tmp_path, *shape, name="auto")), alone)
+    (problem,) = preflight(recipe_at(tmp_path, *shape, "train.share_prompts=true"), 1)
+    assert problem.startswith("train.share_prompts=true: distill.teacher=")
+    assert "has linear attention" in problem and problem.endswith("Leave it out.")
+
+
 def test_a_run_goes_on_inside_a_rollout(tmp_path):
     shape = (*HALF, "checkpoint.every=3", "scheduler.name=constant")
     whole = run(recipe_at(tmp_path, *shape, name="whole"))
