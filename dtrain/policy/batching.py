@@ -508,7 +508,7 @@ def split_into_micro_batches(
     """Split this dp rank's rows into micro-batches, as many on every dp rank.
 
     If documents share their beginnings, the rows of each micro-batch are joined to one row, whatever the rule. The
-    limit of `DynamicShapes` and `Packed` is then the number of computed tokens.
+    limit of `DynamicShapes` and `Packed` is then the number of computed tokens, or of labels if there are more of them.
 
     Args:
         rows: Streams of the rows, [n, S, ..] or [n, ..].
@@ -559,7 +559,7 @@ def _plan_shared_rows(shared: SharedPrompts, batching: DynamicShapes | Packed) -
             first_row = sample * rows_per_sample
             rows_of_samples.append(list(range(first_row, min(first_row + rows_per_sample, num_rows))))
         all_rows = [row for rows in rows_of_samples for row in rows]
-        full_length = shared.num_computed_tokens(all_rows)
+        full_length = shared.num_tokens(all_rows)
         if full_length <= batching.tokens:
             parts.append(all_rows)
             lengths.append(full_length)
@@ -567,11 +567,11 @@ def _plan_shared_rows(shared: SharedPrompts, batching: DynamicShapes | Packed) -
         part: list[int] = []
         length = 0
         for new_rows in rows_of_samples:
-            new_length = shared.num_computed_tokens(part + new_rows)
+            new_length = shared.num_tokens(part + new_rows)
             if part and new_length > batching.tokens:
                 parts.append(part)
                 lengths.append(length)
-                part, new_length = [], shared.num_computed_tokens(new_rows)
+                part, new_length = [], shared.num_tokens(new_rows)
             part, length = part + new_rows, new_length
         parts.append(part)
         lengths.append(length)

@@ -84,11 +84,13 @@ class Document(NamedTuple):
         group: Its value of `prompt_ids`, -1 for none.
         content: Everything that a model reads of each token, int64 [s, columns]. Tokens with equal beginnings up to and
             including themselves have equal hidden states.
+        num_labels: Number of tokens that have a label.
     """
 
     row: int
     group: int
     content: Tensor
+    num_labels: int
 
     def __len__(self) -> int:
         return len(self.content)
@@ -208,9 +210,14 @@ class SharedPrompts:
             linked.setdefault(root(sample), []).append(sample)
         return list(linked.values())
 
-    def num_computed_tokens(self, rows: Sequence[int]) -> int:
-        """Return the number of tokens that are computed if `rows` are one micro-batch."""
-        return sum(node.length for node in self._forest(rows))
+    def num_tokens(self, rows: Sequence[int]) -> int:
+        """Return the number of tokens that count for the limit of a micro-batch, if `rows` are one.
+
+        These are the tokens that are computed, or the labels if there are more of them. Equal completions are computed
+        once, but the loss copies their hidden states for each of them.
+        """
+        num_labels = sum(document.num_labels for document in self._documents_of(rows))
+        return max(num_labels, sum(node.length for node in self._forest(rows)))
 
     def shared_row(self, rows: Sequence[int]) -> "SharedRow | None":
         """Return the shared row of a micro-batch whose rows are joined in this order. None if nothing is shared."""
@@ -255,7 +262,8 @@ def _read_documents(batch: Batch, images: RowImages | None, sharing: PromptShari
     for row, seq_ids in enumerate(batch["seq_ids"]):
         for start, end in _document_bounds(seq_ids):
             group = int(batch[PROMPT_IDS][row, start])
-            documents.append(Document(row, group, content[row, start:end]))
+            num_labels = int((batch["labels"][row, start:end] != IGNORE_INDEX).sum())
+            documents.append(Document(row, group, content[row, start:end], num_labels))
     return documents
 
 

@@ -4,15 +4,19 @@ The run without sharing is the oracle: loss, metrics, gradients and weights over
 of the largest value of a tensor.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from dtrain.base.batch import RowImages, collate
+from dtrain.base.batch import RowImages, collate, num_trained_tokens
 from dtrain.memory import tiles
 from dtrain.models.read_config import read_config
 from dtrain.parallel.mesh import Runtime, build_mesh
 from dtrain.parallel.placement import local_tensor
 from dtrain.policy import DynamicShapes, Fixed, Packed, Policy
+from dtrain.policy.batching import split_into_micro_batches
+from dtrain.policy.prompt_sharing import PromptSharing
 from dtrain.recipe import derive_sizes
 from tests.cases import run_cases
 from tests.models.test_vision_models import CASES as TOWERS
@@ -238,6 +242,17 @@ def test_images_of_prompts(tmp_path, ranks):
         alone = picture_recipe(root, name, *keys, "train.share_prompts=false")
         cases[name] = shared, alone, ranks, name
     run_cases(compare_images, ranks, cases)
+
+
+def test_equal_completions_are_limited_by_their_labels():
+    """The loss copies the hidden states of a completion for each of its copies."""
+    generator = torch.Generator().manual_seed(0)
+    rows = [document([3] * 30 + [4] * 10, 30, 0, generator, is_replayed=False)] * 8
+    batch = collate(rows, ("input_ids", "labels", "position_ids", "seq_ids", "prompt_ids"))
+    one_rank = SimpleNamespace(size=lambda: 1)
+    for batching in (Packed(60), DynamicShapes(60)):
+        pieces = split_into_micro_batches(batch, batching, len(rows), one_rank, sharing=PromptSharing())
+        assert [num_trained_tokens(piece) for piece in pieces.batches] == [60, 20]
 
 
 def logprobs_of(rank, recipe, batches):
