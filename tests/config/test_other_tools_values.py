@@ -308,6 +308,25 @@ def test_axolotls_data_sets_keep_their_columns_and_differences():
     assert (second.format, second.columns) == ("sharegpt", {"conversations": "talk"})
 
 
+def test_a_slice_for_validation_is_reported_and_stops_no_run():
+    files = {
+        "test_datasets.split": f"{BARE['axolotl']}\ntest_datasets:\n  - {{path: a/b, type: alpaca, split: 'test[:5%]'}}",
+        "dataset_val.split": f"{BARE['torchtune']}\n"
+        "dataset_val: {_component_: torchtune.datasets.chat_dataset, source: a/b, split: 'test[:5%]'}",
+        "dataset_test_split": f"{BARE['TRL']}\neval_strategy: epoch\ndataset_test_split: 'test[:5%]'",
+    }
+    for key, text in files.items():
+        made = converted(text)
+        (lost,) = [lost for lost in made.lost if lost.key == key]
+        assert lost.reason.startswith("data.val.split takes a split's name") and not lost.changes_numbers
+        # Without the slice, the set would be one that the run trains on.
+        assert not any(name.startswith("data.val") for name in made.values), key
+    made = converted(f"{BARE['TRL']}\neval_strategy: epoch\ndataset_train_split: 'train[:95%]'")
+    (lost,) = [lost for lost in made.lost if lost.key == "dataset_train_split"]
+    assert lost.reason.startswith("data.train.split takes") and lost.changes_numbers
+    assert made.values["data.val.split"] == "test"
+
+
 def test_torchtunes_distillation_names_its_teacher():
     more = """
 kd_loss: {_component_: torchtune.modules.loss.ForwardKLWithChunkedOutputLoss}

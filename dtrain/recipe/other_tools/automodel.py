@@ -7,7 +7,7 @@ Compared with nemo_automodel/components (training, optim, _peft, datasets) and n
 import fnmatch
 from typing import Any
 
-from dtrain.recipe.other_tools.draft import Dataset, Draft, Tool, put_chat_template, put_datasets, put_split
+from dtrain.recipe.other_tools.draft import Dataset, Draft, Tool, put_chat_template, put_datasets, set_split
 from dtrain.recipe.other_tools.hugging_face import put_bfloat16_weights
 
 DEFAULTS: dict[str, Any] = {
@@ -158,7 +158,7 @@ def _convert_length(draft: Draft) -> None:
 
 def _convert_data(draft: Draft) -> None:
     for section, source in (("data.train", "dataset"), ("data.val", "validation_dataset")):
-        dataset = _dataset(draft, source)
+        dataset = _dataset(draft, section, source)
         if dataset is not None:
             put_datasets(draft, section, [dataset], source)
     packed_length = draft.take("packed_sequence.packed_sequence_size")
@@ -167,7 +167,7 @@ def _convert_data(draft: Draft) -> None:
         draft.set("data.max_length", packed_length, "packed_sequence.packed_sequence_size")
 
 
-def _dataset(draft: Draft, source: str) -> Dataset | None:
+def _dataset(draft: Draft, section: str, source: str) -> Dataset | None:
     """Return the data set at a key, if dtrain reads its rows."""
     put_chat_template(draft, f"{source}.chat_template")
     arguments = draft.section(source)
@@ -179,7 +179,7 @@ def _dataset(draft: Draft, source: str) -> Dataset | None:
         draft.lose(f"{source}._target_", f"{target} reads rows in a way of its own; write them as messages")
         return None
     dataset = Dataset(path, subset=arguments.get("name"))
-    dataset.split = put_split(draft, arguments.get("split"), f"{source}.split")
+    set_split(draft, dataset, section, arguments.get("split"), f"{source}.split")
     mapping = {}
     for key, value in arguments.items():
         if key.startswith("column_mapping."):

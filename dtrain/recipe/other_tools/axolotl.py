@@ -17,7 +17,7 @@ from dtrain.recipe.other_tools.draft import (
     lose_alpaca_prompts,
     put_chat_template,
     put_datasets,
-    put_split,
+    set_split,
 )
 
 DEFAULTS: dict[str, Any] = {
@@ -157,12 +157,12 @@ def _convert_method_name(draft: Draft) -> None:
 
 
 def _convert_data(draft: Draft) -> None:
-    datasets = _datasets(draft, "datasets")
+    datasets = _datasets(draft, "data.train", "datasets")
     put_datasets(draft, "data.train", datasets, "datasets")
     if draft.method == "sft" and datasets and all(dataset.format == "text" for dataset in datasets):
         draft.set("data.loss_on", "all", "type completion trains every token")
     _convert_pretraining(draft)
-    put_datasets(draft, "data.val", _datasets(draft, "test_datasets"), "test_datasets")
+    put_datasets(draft, "data.val", _datasets(draft, "data.val", "test_datasets"), "test_datasets")
     hugging_face.convert_validation_split(draft, "val_set_size")
     if draft.take("eot_tokens") and draft.method == "sft":
         # They end the turns that are trained, and the end of a turn is trained here, too.
@@ -197,23 +197,23 @@ DATASET_KEYS = {
 }
 
 
-def _datasets(draft: Draft, source: str) -> list[Dataset]:
+def _datasets(draft: Draft, section: str, source: str) -> list[Dataset]:
     """Return the data sets that `datasets` or `test_datasets` lists."""
     found = []
     for entry in draft.take_entries(source):
         if entry.get("path"):
-            found.append(_dataset(draft, entry, source))
+            found.append(_dataset(draft, entry, section, source))
         else:
             draft.lose(source, "an entry has no path, so it names no data. Write one such as {path: my.jsonl}")
     return found
 
 
-def _dataset(draft: Draft, entry: Mapping[str, Any], source: str) -> Dataset:
+def _dataset(draft: Draft, entry: Mapping[str, Any], section: str, source: str) -> Dataset:
     """Return one entry of `datasets`. Its keys that dtrain does not have are listed as lost."""
     files = entry.get("data_files")
     path = entry["path"] if files is None else files
     dataset = Dataset(path, subset=entry.get("name"), revision=entry.get("revision"))
-    dataset.split = put_split(draft, entry.get("split"), f"{source}.split")
+    set_split(draft, dataset, section, entry.get("split"), f"{source}.split")
     kind = entry.get("type")
     if isinstance(kind, Mapping):
         _read_own_type(draft, dataset, kind, source)

@@ -594,7 +594,10 @@ def _shorten(value: Any) -> str:
 
 @dataclass
 class Dataset:
-    """One data set of a file, with dtrain's names for its options. None: the file does not set the option."""
+    """One data set of a file, with dtrain's names for its options. None: the file does not set the option.
+
+    `is_slice` is True if the file names a part of a split, such as `train[:95%]`. dtrain cannot read such a part.
+    """
 
     path: str | list[str]
     split: str | None = None
@@ -603,6 +606,7 @@ class Dataset:
     format: str | None = None
     columns: dict[str, str] = field(default_factory=dict)
     weight: float | None = None
+    is_slice: bool = False
 
     def options(self) -> dict[str, Any]:
         """Return the options that are set, by their names in `data.train.sources`. The path is not one of them."""
@@ -628,6 +632,9 @@ def put_datasets(draft: Draft, section: str, datasets: Sequence[Dataset], source
         datasets: The data sets.
         source: The file's key, for messages.
     """
+    if section == "data.val":
+        # Without its slice, a validation set would be the split `train`, which is trained on.
+        datasets = [dataset for dataset in datasets if not dataset.is_slice]
     if not datasets:
         return
     first_options = datasets[0].options()
@@ -643,21 +650,24 @@ def put_datasets(draft: Draft, section: str, datasets: Sequence[Dataset], source
         draft.put(f"{section}.sources", sources, source)
 
 
-def put_split(draft: Draft, value: Any, source: str) -> str | None:
-    """Return the name of a split. A slice such as `train[:95%]` is listed as a lost key, and None is returned.
+def set_split(draft: Draft, dataset: Dataset, section: str, value: Any, source: str) -> None:
+    """Set the split of a data set. A slice such as `train[:95%]` is listed as a lost key.
 
     Args:
         draft: The draft.
-        value: The split as the file writes it.
+        dataset: The data set, whose `split` or `is_slice` is set.
+        section: "data.train" or "data.val".
+        value: The split as the file writes it. None changes nothing.
         source: The file's key, for messages.
     """
     if value is None:
-        return None
+        return
     if "[" in str(value) or "+" in str(value):
-        key = "data.train.split"
+        dataset.is_slice = True
+        key = f"{section}.split"
         draft.lose(source, f"{key} takes a split's name, no slice; write the part into a file of its own", key)
-        return None
-    return str(value)
+        return
+    dataset.split = str(value)
 
 
 def lose_alpaca_prompts(draft: Draft, source: str) -> None:

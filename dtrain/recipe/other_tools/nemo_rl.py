@@ -10,7 +10,7 @@ Compared with these files, nemo_rl/algorithms and nemo_rl/models/automodel of co
 from collections.abc import Mapping
 from typing import Any
 
-from dtrain.recipe.other_tools.draft import Dataset, Draft, Tool, put_chat_template, put_datasets, put_split
+from dtrain.recipe.other_tools.draft import Dataset, Draft, Tool, put_chat_template, put_datasets, set_split
 
 METHODS = {"grpo": "grpo", "ppo": "ppo", "dpo": "dpo", "sft": "sft", "distillation": "distill", "rm": "reward"}
 """Name of a section of the file -> dtrain's method. The first of these sections that the file has decides.
@@ -307,7 +307,7 @@ def _convert_data(draft: Draft) -> None:
         former = draft.take(f"data.{name}_data_path", "data.val_data_path" if name == "validation" else "")
         datasets = [Dataset(str(former))] if former is not None else []
         for entry in entries:
-            dataset = _dataset(draft, entry, f"data.{name}")
+            dataset = _dataset(draft, entry, section, f"data.{name}")
             if dataset is not None:
                 datasets.append(dataset)
         put_datasets(draft, section, datasets, f"data.{name}")
@@ -323,15 +323,17 @@ def _convert_data(draft: Draft) -> None:
         draft.put("data.template_kwargs", variables, "policy.tokenizer.chat_template_kwargs")
 
 
-def _dataset(draft: Draft, entry: Mapping[str, Any], source: str) -> Dataset | None:
+def _dataset(draft: Draft, entry: Mapping[str, Any], section: str, source: str) -> Dataset | None:
     """Return a data set of `data_path` or of the hub. Names of NeMo-RL's own data sets are listed as lost."""
     name, path = entry.get("dataset_name"), entry.get("data_path")
     if path is None and (name is None or "/" not in str(name)):
         if name is not None:
             draft.lose(f"{source}.dataset_name", f"{name} is read in a way of NeMo-RL's own; write its rows to a file")
         return None
-    split = put_split(draft, entry.get("split"), f"{source}.split")
-    dataset = Dataset(str(path if path is not None else name), split=split if path is None else None)
+    dataset = Dataset(str(path if path is not None else name))
+    set_split(draft, dataset, section, entry.get("split"), f"{source}.split")
+    if path is not None:
+        dataset.split = None  # files have no splits
     dataset.subset = entry.get("subset")
     keys = {"input_key": "prompt", "output_key": "answer" if draft.method == "grpo" else "completion"}
     keys |= {"chat_key": "messages", "tool_key": "tools", "prompt_key": "prompt"}

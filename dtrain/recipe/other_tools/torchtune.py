@@ -15,7 +15,7 @@ from dtrain.recipe.other_tools.draft import (
     Tool,
     lose_alpaca_prompts,
     put_datasets,
-    put_split,
+    set_split,
 )
 from dtrain.recipe.other_tools.hugging_face import put_bfloat16_weights
 
@@ -227,7 +227,7 @@ def _convert_optimizer(draft: Draft) -> None:
 
 
 def _convert_data(draft: Draft) -> None:
-    train = _datasets(draft, "dataset")
+    train = _datasets(draft, "data.train", "dataset")
     put_datasets(draft, "data.train", [entry.dataset for entry in train], "dataset")
     if train:
         trains_prompts = {entry.trains_prompts for entry in train}
@@ -235,7 +235,7 @@ def _convert_data(draft: Draft) -> None:
             draft.lose("dataset.train_on_input", "data.loss_on counts for all data sets", "data.loss_on")
         elif trains_prompts == {True} and draft.method == "sft":
             draft.set("data.loss_on", "all", "train_on_input, by default or as the file says")
-    validation = _datasets(draft, "dataset_val")
+    validation = _datasets(draft, "data.val", "dataset_val")
     put_datasets(draft, "data.val", [entry.dataset for entry in validation], "dataset_val")
 
 
@@ -251,7 +251,7 @@ class TuneDataset(NamedTuple):
     trains_prompts: bool
 
 
-def _datasets(draft: Draft, source: str) -> list[TuneDataset]:
+def _datasets(draft: Draft, section: str, source: str) -> list[TuneDataset]:
     """Return the data sets at `dataset` or `dataset_val`."""
     if isinstance(draft.take(source), list):
         entries = draft.take_entries(source)
@@ -260,13 +260,13 @@ def _datasets(draft: Draft, source: str) -> list[TuneDataset]:
         entries = [arguments] if arguments else []
     found = []
     for entry in entries:
-        dataset = _dataset(draft, entry, source)
+        dataset = _dataset(draft, entry, section, source)
         if dataset is not None:
             found.append(dataset)
     return found
 
 
-def _dataset(draft: Draft, arguments: Mapping[str, Any], source: str) -> TuneDataset | None:
+def _dataset(draft: Draft, arguments: Mapping[str, Any], section: str, source: str) -> TuneDataset | None:
     """Return a data set by its component and arguments. A component that is not in DATASETS is listed as lost."""
     component = str(arguments.get("_component_"))
     dataset_type = DATASETS.get(component.rpartition(".")[2])
@@ -278,7 +278,7 @@ def _dataset(draft: Draft, arguments: Mapping[str, Any], source: str) -> TuneDat
         draft.lose(f"{source}.source", "no file or data set is named")
         return None
     dataset = Dataset(path, format=dataset_type.get("format"), subset=arguments.get("name"))
-    dataset.split = put_split(draft, arguments.get("split"), f"{source}.split")
+    set_split(draft, dataset, section, arguments.get("split"), f"{source}.split")
     if dataset.format == "alpaca":
         lose_alpaca_prompts(draft, f"{source}._component_")
     style, column = arguments.get("conversation_style"), arguments.get("conversation_column")

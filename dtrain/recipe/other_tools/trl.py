@@ -15,7 +15,7 @@ from dtrain.recipe.other_tools.draft import (
     as_list,
     put_chat_template,
     put_datasets,
-    put_split,
+    set_split,
 )
 
 METHODS = {
@@ -112,15 +112,18 @@ def convert_data(draft: Draft) -> None:
     entries = draft.take_entries("datasets")
     put_datasets(draft, "data.train", [_dataset(draft, entry) for entry in entries], "datasets")
     name = draft.take("dataset_name")
-    train_split = put_split(draft, draft.take("dataset_train_split"), "dataset_train_split")
+    train_set, validation_set = Dataset(str(name)), Dataset(str(name))
+    set_split(draft, train_set, "data.train", draft.take("dataset_train_split"), "dataset_train_split")
     test_split = draft.take("dataset_test_split", default="test")
     if name is not None and name not in FILE_READERS:
         draft.put("data.train.path", name, "dataset_name")
-        if train_split not in (None, "train"):
-            draft.put("data.train.split", train_split, "dataset_train_split")
+        if train_set.split not in (None, "train"):
+            draft.put("data.train.split", train_set.split, "dataset_train_split")
         if draft.take("eval_strategy", "evaluation_strategy") in ("steps", "epoch"):
-            draft.put("data.val.path", name, "dataset_name")
-            draft.put("data.val.split", test_split, "dataset_test_split")
+            set_split(draft, validation_set, "data.val", test_split, "dataset_test_split")
+            if not validation_set.is_slice:
+                draft.put("data.val.path", name, "dataset_name")
+                draft.put("data.val.split", validation_set.split, "dataset_test_split")
     column = draft.take("dataset_text_field")
     if column not in (None, "text"):
         draft.put("data.train.columns", {"text": column}, "dataset_text_field")
@@ -134,8 +137,9 @@ def _dataset(draft: Draft, entry: Mapping[str, Any]) -> Dataset:
         draft.lose("datasets.fraction", "data.train.sources has weights, which take other rows in every epoch")
     files = entry.get("data_files")
     path = files if files is not None else str(entry.get("path"))
-    split = put_split(draft, entry.get("split"), "datasets.split")
-    return Dataset(path, split=split, subset=entry.get("name"))
+    dataset = Dataset(path, subset=entry.get("name"))
+    set_split(draft, dataset, "data.train", entry.get("split"), "datasets.split")
+    return dataset
 
 
 def convert_method(draft: Draft) -> None:
@@ -230,8 +234,9 @@ def convert_handbook(draft: Draft) -> None:
 
 
 def _handbook_dataset(draft: Draft, entry: Mapping[str, Any]) -> Dataset:
-    split = put_split(draft, entry.get("split"), "dataset_mixture.datasets.split")
-    return Dataset(str(entry.get("id")), split=split, subset=entry.get("config"), weight=entry.get("weight"))
+    dataset = Dataset(str(entry.get("id")), subset=entry.get("config"), weight=entry.get("weight"))
+    set_split(draft, dataset, "data.train", entry.get("split"), "dataset_mixture.datasets.split")
+    return dataset
 
 
 def _convert_former_mixture(draft: Draft) -> None:
