@@ -309,10 +309,11 @@ def test_axolotls_data_sets_keep_their_columns_and_differences():
 
 
 def test_a_slice_for_validation_is_reported_and_stops_no_run():
+    axolotl_entry = "{path: a/b, type: alpaca, split: 'test[:5%]'}"
+    torchtune_set = "{_component_: torchtune.datasets.chat_dataset, source: a/b, split: 'test[:5%]'}"
     files = {
-        "test_datasets.split": f"{BARE['axolotl']}\ntest_datasets:\n  - {{path: a/b, type: alpaca, split: 'test[:5%]'}}",
-        "dataset_val.split": f"{BARE['torchtune']}\n"
-        "dataset_val: {_component_: torchtune.datasets.chat_dataset, source: a/b, split: 'test[:5%]'}",
+        "test_datasets.split": f"{BARE['axolotl']}\ntest_datasets:\n  - {axolotl_entry}",
+        "dataset_val.split": f"{BARE['torchtune']}\ndataset_val: {torchtune_set}",
         "dataset_test_split": f"{BARE['TRL']}\neval_strategy: epoch\ndataset_test_split: 'test[:5%]'",
     }
     for key, text in files.items():
