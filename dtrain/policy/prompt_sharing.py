@@ -239,13 +239,13 @@ class SharedPrompts:
             trees.setdefault(key, []).append(index)
         nodes: list[Node] = []
         for indices in trees.values():
-            _add_nodes(nodes, documents, indices, begin=0, parent=-1)
+            _add_nodes(nodes, documents, indices)
         return nodes
 
     def _trees(self, indices: Sequence[int]) -> list[Node]:
         """Return the nodes of some of all documents."""
         nodes: list[Node] = []
-        _add_nodes(nodes, self.documents, indices, begin=0, parent=-1)
+        _add_nodes(nodes, self.documents, indices)
         return nodes
 
 
@@ -318,33 +318,34 @@ def _number_images(features: Tensor, images: RowImages | None, sharing: PromptSh
     return numbers
 
 
-def _add_nodes(
-    nodes: list[Node], documents: Sequence[Document], indices: Sequence[int], *, begin: int, parent: int
-) -> None:
-    """Append the nodes of documents that are equal before `begin`, in preorder.
+def _add_nodes(nodes: list[Node], documents: Sequence[Document], indices: Sequence[int]) -> None:
+    """Append the nodes of documents in preorder.
 
     Args:
         nodes: The nodes so far.
         documents: All documents.
         indices: Those to add.
-        begin: Number of tokens that are in nodes already.
-        parent: Node of the tokens before `begin`, -1 for none.
     """
-    first = documents[indices[0]]
-    common = min(_common_length(first, documents[index], begin) for index in indices)
-    if common > begin:
-        nodes.append(Node(tuple(indices), begin, common - begin, parent))
-        parent = len(nodes) - 1
-    # A document that ends here needs no further node. The others continue together if their next tokens are equal.
-    continuations: dict[bytes | int, list[int]] = {}
-    for index in indices:
-        next_tokens = documents[index].content[common : common + MIN_BRANCH_TOKENS]
-        if len(next_tokens) == MIN_BRANCH_TOKENS:
-            continuations.setdefault(next_tokens.numpy().tobytes(), []).append(index)
-        elif len(next_tokens):
-            continuations[index] = [index]
-    for together in continuations.values():
-        _add_nodes(nodes, documents, together, begin=common, parent=parent)
+    # Documents that are equal before `begin`, and the node of the token there. A stack, because a recursion would be as
+    # deep as the tree: an episode of 1000 turns, each turn a document with all turns before it, has 1000 nested nodes.
+    pending: list[tuple[Sequence[int], int, int]] = [(indices, 0, -1)]
+    while pending:
+        members, begin, parent = pending.pop()
+        first = documents[members[0]]
+        common = min(_common_length(first, documents[index], begin) for index in members)
+        if common > begin:
+            nodes.append(Node(tuple(members), begin, common - begin, parent))
+            parent = len(nodes) - 1
+        # A document that ends here needs no further node. The others continue together if their next tokens are equal.
+        continuations: dict[bytes | int, list[int]] = {}
+        for index in members:
+            next_tokens = documents[index].content[common : common + MIN_BRANCH_TOKENS]
+            if len(next_tokens) == MIN_BRANCH_TOKENS:
+                continuations.setdefault(next_tokens.numpy().tobytes(), []).append(index)
+            elif len(next_tokens):
+                continuations[index] = [index]
+        for together in reversed(list(continuations.values())):
+            pending.append((together, common, parent))
 
 
 def _common_length(first: Document, second: Document, begin: int) -> int:
