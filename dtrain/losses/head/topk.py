@@ -208,19 +208,21 @@ def _topk_kl_sums(
             leaves.append(stats.neg_entropy.detach().requires_grad_())
         with torch.enable_grad():
             values = divergence(teacher_logits[rows], *leaves)
-            slopes = torch.autograd.grad(values.sum(), leaves, allow_unused=True, materialize_grads=True)
+            derivatives = torch.autograd.grad(values.sum(), leaves, allow_unused=True, materialize_grads=True)
         total.add_(values.detach().sum())
         topk_probability.add_((at_ids - stats.l[:, None]).exp().sum())
         if not tokens.needs_gradient:
             return
-        by_ids, by_lse, *by_entropy = slopes
-        # d lse / dz_v = p_v, and d Σ p·log p / dz_v = p_v · (log p_v - Σ p·log p).
+        # The chain rule with d lse / dz_v = p_v, and d Σ p·log p / dz_v = p_v · (log p_v - Σ p·log p). The gradient by
+        # z_v is p_v · times_p + p_v · log p_v · times_p_log_p, and at the teacher's ids also the derivative by at_ids.
+        by_at_ids, by_lse = derivatives[0], derivatives[1]
         times_p, times_p_log_p = by_lse, None
         if stats.neg_entropy is not None:
-            times_p_log_p = by_entropy[0][:, None]
-            times_p = by_lse - by_entropy[0] * stats.neg_entropy
+            by_entropy = derivatives[2]
+            times_p = by_lse - by_entropy * stats.neg_entropy
+            times_p_log_p = by_entropy[:, None]
         coefficients = GradientCoefficients(
-            times_p[:, None], at_ids=torch.where(is_local, by_ids, 0), times_p_log_p=times_p_log_p
+            times_p[:, None], at_ids=torch.where(is_local, by_at_ids, 0), times_p_log_p=times_p_log_p
         )
         lse = torch.stack([stats.m, stats.l], -1)
         grad = gradient_of_logits(
@@ -277,9 +279,12 @@ def topk_over_shards(
     message = torch.cat(gathered, -1)  # [2, ..., candidates of all ranks]
     # Sort by id first, so that equal values are in the order of ids for the stable sort by value. A real logit may be
     # -inf, too: sorted by id, it comes before the entries that only fill a list.
-    ids, order = message[1].sort(-1)
-    values, by_value = message[0].view(values.dtype).gather(-1, order).sort(dim=-1, descending=True, stable=True)
-    return values[..., :k], ids.gather(-1, by_value)[..., :k].long()
+    all_values, all_ids = message[0].view(values.dtype), message[1]
+    ids, order_by_id = all_ids.sort(-1)
+    values_by_id = all_values.gather(-1, order_by_id)
+    values, order_by_value = values_by_id.sort(dim=-1, descending=True, stable=True)
+    ids = ids.gather(-1, order_by_value)
+    return values[..., :k], ids[..., :k].long()
 
 
 def local_topk(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -313,12 +318,37 @@ def local_topk(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     has_ties = (values[..., 1:] == values[..., :-1]).any(-1)
     values, columns = values[..., :k], columns[..., :k]
     if has_ties.any():
-        tied = logits[has_ties]  # [n, v]
-        rows, candidates = (~(tied < values[has_ties][:, -1:])).nonzero().unbind(1)  # by row, then by column
-        at_candidates = tied[rows, candidates]
-        by_value = at_candidates.sort(descending=True, stable=True).indices
-        order = by_value[rows[by_value].sort(stable=True).indices]  # by row, then by value, then by column
-        counts = rows.bincount()
-        first = order[(counts.cumsum(0) - counts)[:, None] + torch.arange(k)]  # [n, k]
-        values[has_ties], columns[has_ties] = at_candidates[first], candidates[first]
+        values[has_ties], columns[has_ties] = _topk_of_tied_rows(logits[has_ties], values[has_ties][:, -1:], k)
     return values, columns
+
+
+def _topk_of_tied_rows(logits: Tensor, kth_values: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Return the k largest logits of each row and their columns, the lower column first if logits are equal.
+
+    Only the candidates are sorted, those that are at least as large as the k-th logit of their row. For example,
+    k = 2 and the rows [5, 7, 5] and [3, 3, 1]:
+
+        candidates, by row and column    row 0: 5 (0), 7 (1), 5 (2)    row 1: 3 (0), 3 (1)
+        sorted by row, value, column     row 0: 7 (1), 5 (0), 5 (2)    row 1: 3 (0), 3 (1)
+        the first two of each row        7 (1), 5 (0)                  3 (0), 3 (1)
+
+    Args:
+        logits: [n, v].
+        kth_values: The k-th largest logit of each row, [n, 1].
+        k: At most v.
+
+    Returns:
+        Logits in descending order, and their columns, both [n, k].
+    """
+    is_candidate = ~(logits < kth_values)  # True for NaN, which `torch.topk` sorts before all numbers
+    rows, columns = is_candidate.nonzero().unbind(1)  # sorted by row, then by column
+    values = logits[rows, columns]
+    # Sort by the least significant key first. A stable sort keeps the former order of equal keys.
+    order_by_value = values.sort(descending=True, stable=True).indices
+    order_by_row = rows[order_by_value].sort(stable=True).indices
+    order = order_by_value[order_by_row]
+    # The candidates of row i start at first_candidate[i].
+    num_candidates = rows.bincount()
+    first_candidate = num_candidates.cumsum(0) - num_candidates
+    largest = order[first_candidate[:, None] + torch.arange(k)]  # [n, k]
+    return values[largest], columns[largest]
