@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from dtrain.base.fused import Fused
-from dtrain.losses.head.softmax import FormedSum, RequestedStatistics, log_softmax_, tile_statistics
+from dtrain.losses.head.softmax import FusedGradientSum, RequestedStatistics, log_softmax_, tile_statistics
 from dtrain.losses.head.sources import HeadLogits, Scaling, tile_rows_of
 from dtrain.losses.head.vocabulary import (
     UNSHARDED,
@@ -115,19 +115,19 @@ def kl_sum_from_hidden_states(
         scaling = Scaling(temperature, model.softcap)
         return HeadLogits(model.hidden, model.weight, index=index, max_rows=max_rows, scaling=scaling, dtype=dtype)
 
-    tokens = FormedSum(logits_of(student))
+    token_sum = FusedGradientSum(logits_of(student))
     teacher_logits = logits_of(teacher)
     divergence = _Divergence(forward_share, jsd_beta)
     with torch.no_grad():
         totals = torch.zeros(3, dtype=dtype, device=index.device)
-        for rows in tokens.source.indices():
-            totals += _add_tile(tokens, teacher_logits, rows, divergence, shard.group)
+        for rows in token_sum.source.indices():
+            totals += _add_tile(token_sum, teacher_logits, rows, divergence, shard.group)
     forward, reverse, jensen_shannon = totals.unbind()
     if jsd_beta is None:
         total = forward_share * forward + (1 - forward_share) * reverse
     else:
         total = jensen_shannon
-    return KlSums(tokens.with_gradient(total), forward, reverse)
+    return KlSums(token_sum.with_gradient(total), forward, reverse)
 
 
 def jsd_sum_from_hidden_states(
@@ -185,28 +185,30 @@ class _Divergence(NamedTuple):
     jsd_beta: float | None
 
 
-def _add_tile(tokens: FormedSum, teacher: HeadLogits, index: slice, divergence: _Divergence, group: Group) -> Tensor:
+def _add_tile(
+    token_sum: FusedGradientSum, teacher: HeadLogits, index: slice, divergence: _Divergence, group: Group
+) -> Tensor:
     """Return the sums over a tile's tokens [3]: KL(p || q), KL(q || p), and the Jensen-Shannon divergence or 0.
 
-    The gradient of the loss is added to `tokens`.
+    The gradient of the loss is added to `token_sum`.
 
     Collectives:
         Two all-gathers of four numbers per token.
     """
-    student_tile = tokens.source.tile(index, tokens.source.blocks[0])
+    student_tile = token_sum.source.tile(index, token_sum.source.blocks[0])
     teacher_tile = teacher.tile(index, teacher.blocks[0])
     student_lse, teacher_lse = _merged_lse(student_tile.logits, teacher_tile.logits, group)
     # Computed before the logits are replaced by log-probabilities, in place.
-    slope = tokens.source.scaling.slope(student_tile.logits) if tokens.needs_gradient else None
+    slope = token_sum.source.scaling.slope(student_tile.logits) if token_sum.needs_gradient else None
     log_q, log_p = _log_softmax_of_both(student_tile.logits, teacher_tile.logits, student_lse, teacher_lse)
     divergences = _divergences(log_q, log_p, divergence)  # [4, t], sums over this rank's ids
     if group_size(group) > 1:
         # The gradient needs the divergences of full rows. Every rank adds the gathered parts in the same order, so the
         # sums have the same bits on every rank.
         divergences = all_gather(divergences[None], 0, group).sum(0)
-    if tokens.needs_gradient:
-        grad = _gradient(log_q, log_p, divergences.unsqueeze(-1), slope, divergence, tokens.source.gradient_dtype)
-        tokens.source.add_gradient(student_tile, grad)
+    if token_sum.needs_gradient:
+        grad = _gradient(log_q, log_p, divergences.unsqueeze(-1), slope, divergence, token_sum.source.gradient_dtype)
+        token_sum.source.add_gradient(student_tile, grad)
     forward, reverse, student_to_mixture, teacher_to_mixture = divergences.sum(-1)
     beta = divergence.jsd_beta or 0.0
     jensen_shannon = beta * teacher_to_mixture + (1 - beta) * student_to_mixture

@@ -49,8 +49,8 @@ dzᵀ · hidden [V/tp, D], and this rank's part of the gradient of the hidden st
 tensor parallel sums these parts over the ranks (`parallel.tensor.Stack.forward`).
 
 There are two ways to compute dL/d log p. `softmax_rows` is for losses that autograd differentiates: its backward
-receives dL/d log p, and computes the tiles a second time. `FormedSum` is for sums over tokens whose weights are known
-before the forward, as in SFT: the gradient is added up during the forward, which saves one product with the head.
+receives dL/d log p, and computes the tiles a second time. `FusedGradientSum` is for sums over tokens whose weights are
+known before the forward, as in SFT: the gradient is added up during the forward, which saves one product with the head.
 """
 
 from collections.abc import Callable
@@ -328,11 +328,10 @@ def softmax_rows(
         Forward: one all-gather of 2 to 5 numbers per row, and with k > 1 one all-reduce of k numbers per row. Backward:
         none. `FilteredRows` has collectives of its own in both.
     """
-    return RowValues(
-        *_SoftmaxRows.apply(
-            make_source, ids, shard or UNSHARDED, requested or RequestedStatistics(), masks_rows, *tensors
-        )
-    )
+    shard = shard or UNSHARDED
+    requested = requested or RequestedStatistics()
+    logprobs, neg_entropy, log_p2 = _SoftmaxRows.apply(make_source, ids, shard, requested, masks_rows, *tensors)
+    return RowValues(logprobs, neg_entropy, log_p2)
 
 
 class _SoftmaxRows(torch.autograd.Function):
@@ -442,10 +441,10 @@ def _in_block(columns: Tensor, is_local: Tensor, index: Index, block: slice) -> 
     return block_columns, in_block & rows_of(is_local, index)
 
 
-# ---- sums over tokens whose gradient is formed in the forward
+# ---- sums over tokens whose gradient is computed in the forward
 
 
-class FormedSum:
+class FusedGradientSum:
     """A sum over tokens whose gradient is computed in the forward, tile by tile, while each tile's logits exist.
 
     Usage: create it (outside of `torch.no_grad`, because it checks whether gradients are enabled), then for each tile

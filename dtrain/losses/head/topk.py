@@ -15,7 +15,7 @@ from torch import Tensor
 from dtrain.base.torch_functions import has_values
 from dtrain.losses.head.kl import check_beta, check_share, forward_kl, generalized_jsd, reverse_kl
 from dtrain.losses.head.softmax import (
-    FormedSum,
+    FusedGradientSum,
     GradientCoefficients,
     RequestedStatistics,
     finite,
@@ -148,7 +148,7 @@ def topk_kl_sum_from_hidden_states(
         scaling=Scaling(temperature, student.softcap),
         dtype=compute_dtype(student.hidden.dtype),
     )
-    tokens = FormedSum(source)
+    token_sum = FusedGradientSum(source)
 
     def divergence(teacher_logits: Tensor, at_ids: Tensor, lse: Tensor, neg_entropy: Tensor | None = None) -> Tensor:
         """Return the divergence of each row, [t].
@@ -172,13 +172,13 @@ def topk_kl_sum_from_hidden_states(
 
     needs_entropy = zero_outside and forward_share < 1 and jsd_beta is None
     requested = RequestedStatistics(neg_entropy=needs_entropy)
-    total, topk_probability = _topk_kl_sums(tokens, teacher_logits, teacher_ids, divergence, requested, shard)
-    return TopkKlSums(tokens.with_gradient(total), topk_probability)
+    total, topk_probability = _topk_kl_sums(token_sum, teacher_logits, teacher_ids, divergence, requested, shard)
+    return TopkKlSums(token_sum.with_gradient(total), topk_probability)
 
 
 @torch.no_grad()
 def _topk_kl_sums(
-    tokens: FormedSum,
+    token_sum: FusedGradientSum,
     teacher_logits: Tensor,
     ids: Tensor,
     divergence: Callable[..., Tensor],
@@ -187,10 +187,10 @@ def _topk_kl_sums(
 ) -> tuple[Tensor, Tensor]:
     """Return the sums of the divergence and of the student's probability of the K tokens.
 
-    The gradient is added to `tokens`. Autograd differentiates `divergence` by the few numbers per row that it reads,
+    The gradient is added to `token_sum`. Autograd differentiates `divergence` by the few numbers per row that it reads,
     and the coefficients of these derivatives give the gradient by all logits.
     """
-    source = tokens.source
+    source = token_sum.source
     total = torch.zeros((), dtype=source.dtype, device=source.device)
     topk_probability = torch.zeros_like(total)
 
@@ -211,7 +211,7 @@ def _topk_kl_sums(
             derivatives = torch.autograd.grad(values.sum(), leaves, allow_unused=True, materialize_grads=True)
         total.add_(values.detach().sum())
         topk_probability.add_((at_ids - stats.l[:, None]).exp().sum())
-        if not tokens.needs_gradient:
+        if not token_sum.needs_gradient:
             return
         # The chain rule with d lse / dz_v = p_v, and d Σ p·log p / dz_v = p_v · (log p_v - Σ p·log p). The gradient by
         # z_v is p_v · times_p + p_v · log p_v · times_p_log_p, and at the teacher's ids also the derivative by at_ids.

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from dtrain.losses.head.softmax import (
-    FormedSum,
+    FusedGradientSum,
     GradientCoefficients,
     RequestedStatistics,
     finite,
@@ -112,10 +112,10 @@ def token_loss_sums(
         Label smoothing: Szegedy et al., arXiv:1512.00567, section 7.
     """
     shard = shard or UNSHARDED
-    tokens = _formed_sum(hidden, weight, index, softcap, rows_per_tile, shard)
-    ones = torch.ones(index.shape, dtype=tokens.source.dtype, device=index.device)
-    total, correct = _token_sums(tokens, targets, ones, loss, label_smoothing, shard, counts=True)
-    return TokenSums(tokens.with_gradient(total), correct)
+    token_sum = _fused_gradient_sum(hidden, weight, index, softcap, rows_per_tile, shard)
+    ones = torch.ones(index.shape, dtype=token_sum.source.dtype, device=index.device)
+    total, correct = _token_sums(token_sum, targets, ones, loss, label_smoothing, shard, counts=True)
+    return TokenSums(token_sum.with_gradient(total), correct)
 
 
 def weighted_logprob_sum(
@@ -153,20 +153,20 @@ def weighted_logprob_sum(
         Per tile, one all-gather of three numbers per row. Also that of `tile_rows_of` if `rows_per_tile` is None.
     """
     shard = shard or UNSHARDED
-    tokens = _formed_sum(hidden, weight, index, softcap, rows_per_tile, shard)
-    token_weights = token_weights.to(tokens.source.dtype)
-    total, _ = _token_sums(tokens, targets, token_weights, None, 0.0, shard, counts=False)
-    return tokens.with_gradient(total)
+    token_sum = _fused_gradient_sum(hidden, weight, index, softcap, rows_per_tile, shard)
+    token_weights = token_weights.to(token_sum.source.dtype)
+    total, _ = _token_sums(token_sum, targets, token_weights, None, 0.0, shard, counts=False)
+    return token_sum.with_gradient(total)
 
 
-def _formed_sum(
+def _fused_gradient_sum(
     hidden: Tensor,
     weight: Tensor,
     index: Tensor,
     softcap: float | None,
     rows_per_tile: int | None,
     shard: VocabShard,
-) -> FormedSum:
+) -> FusedGradientSum:
     max_rows = rows_per_tile or tile_rows_of(weight, shard)
     source = HeadLogits(
         hidden,
@@ -176,12 +176,12 @@ def _formed_sum(
         scaling=Scaling(softcap=softcap),
         dtype=compute_dtype(hidden.dtype),
     )
-    return FormedSum(source)
+    return FusedGradientSum(source)
 
 
 @torch.no_grad()
 def _token_sums(
-    tokens: FormedSum,
+    token_sum: FusedGradientSum,
     targets: Tensor,
     token_weights: Tensor,
     loss: TokenLossFn | None,
@@ -192,9 +192,9 @@ def _token_sums(
 ) -> tuple[Tensor, Tensor]:
     """Sum token_weights · loss(log p) with label smoothing, and with `counts` count the targets that are the argmax.
 
-    If `loss` is None, sum token_weights · log p. The gradients are added to `tokens`.
+    If `loss` is None, sum token_weights · log p. The gradients are added to `token_sum`.
     """
-    source = tokens.source
+    source = token_sum.source
     total = torch.zeros((), dtype=source.dtype, device=targets.device)
     correct = torch.zeros_like(total)
     requested = RequestedStatistics(logit_sum=smoothing > 0, is_argmax=counts)
@@ -204,7 +204,7 @@ def _token_sums(
         tile = source.tile(index, source.blocks[0])
         columns, is_local = on_shard(targets[index, None], shard.start, source.columns)  # [t, 1]
         # Computed before `tile_statistics`, which overwrites the logits with exp(z - m').
-        slope = source.scaling.slope(tile.logits) if tokens.needs_gradient else None
+        slope = source.scaling.slope(tile.logits) if token_sum.needs_gradient else None
         overwrite = True
         found = tile_statistics(tile.logits, columns, is_local, requested, overwrite)
         stats = Stats(*found.stats)  # m' and l' of this rank's ids
@@ -219,7 +219,7 @@ def _token_sums(
         total.add_((weights * values).sum())
         if counts:
             correct.add_(merged.at_largest.sum())
-        if tokens.needs_gradient:
+        if token_sum.needs_gradient:
             # log p = z - m - l = (z - m') + log_scale
             log_scale = (finite(stats.m) - finite(merged.stats.m) - merged.stats.l)[:, None]
             grad = gradient_of_exps(tile.logits, log_scale, coefficients, columns, slope, source.gradient_dtype)
