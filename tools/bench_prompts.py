@@ -12,7 +12,7 @@ shared, alone, alone, shared. A step is forward, backward and update.
     memory         peak memory shared ÷ peak memory alone; on a CPU above that of the process before the first step
     loss_differs   relative difference of the first step's loss
 
-On a CPU the model has 4 layers of 256 hidden units in float32, and a process one thread. On CUDA it has 16 layers of
+On a CPU the model has 6 layers of 256 hidden units in float32, and a process one thread. On CUDA it has 16 layers of
 2048 in bfloat16.
 """
 
@@ -48,7 +48,7 @@ SHAPES = (
     ("dpo", 2, 16, 512),
 )
 SIZES = {
-    "cpu": {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 4},
+    "cpu": {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 6, "num_attention_heads": 4},
     "cuda": {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 16, "num_attention_heads": 16},
 }
 VOCABULARY = {"cpu": 2048, "cuda": 32768}
