@@ -75,6 +75,27 @@ class ReversedForCausalLM(LeakyForCausalLM):
     mlp = ReversedMLP
 
 
+class DirectMLP(nn.Module):
+    """An MLP whose up_proj is never called: its weight is read directly, as Jamba's dt_proj and Gemma 3n's are."""
+
+    def __init__(self, mlp):
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = mlp.gate_proj, mlp.up_proj, mlp.down_proj
+
+    def forward(self, hidden):
+        up = nn.functional.linear(hidden, self.up_proj.weight)
+        return self.down_proj(nn.functional.silu(self.gate_proj(hidden)) * up)
+
+
+class DirectConfig(hf.LlamaConfig):
+    model_type = "dtrain_direct"
+
+
+class DirectForCausalLM(LeakyForCausalLM):
+    config_class = DirectConfig
+    mlp = DirectMLP
+
+
 class ScaledConfig(hf.LlamaConfig):
     model_type = "dtrain_scaled"
 
@@ -130,7 +151,14 @@ class UnsummedForCausalLM(LlamaForCausalLM):
             layer.mlp = GainMLP(config)
 
 
-MUTANTS = [LeakyForCausalLM, ReversedForCausalLM, ScaledForCausalLM, DetachedForCausalLM, UnsummedForCausalLM]
+MUTANTS = [
+    LeakyForCausalLM,
+    DirectForCausalLM,
+    ReversedForCausalLM,
+    ScaledForCausalLM,
+    DetachedForCausalLM,
+    UnsummedForCausalLM,
+]
 
 
 @pytest.fixture(autouse=True)
@@ -267,6 +295,17 @@ TP2 = "parallel.tp=2"
 def test_options_that_these_models_do_not_have_are_refused(tmp_path, cls, overrides, problem):
     found = preflight(recipe_of(tmp_path, cls, *overrides), 2)
     assert [line for line in found if line.startswith(problem)], found
+
+
+def test_adapters_of_layers_that_are_never_called_are_refused(tmp_path):
+    """Such an adapter would train nothing, without an error."""
+    for target in ([], ["lora.target=[up_proj, q_proj]"]):
+        (problem,) = preflight(recipe_of(tmp_path, DirectForCausalLM, "lora={rank: 2}", *target), 1)
+        assert problem.startswith("lora.target selects mlp.up_proj, whose weight another module")
+        assert "lora.exclude=[mlp.up_proj]" in problem
+    excluded = recipe_of(tmp_path, DirectForCausalLM, "lora={rank: 2, exclude: [mlp.up_proj]}")
+    assert preflight(excluded, 1) == []
+    assert preflight(recipe_of(tmp_path, DirectForCausalLM), 1) == []
 
 
 def test_all_problems_of_a_recipe_are_reported_together(tmp_path):

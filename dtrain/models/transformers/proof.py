@@ -21,6 +21,7 @@ differ by 1e-6. `running.DoublePrecision` replaces float32 by float64 in these f
 1e-12.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ from dtrain.losses.head.weighted_sum import weighted_logprob_sum
 from dtrain.models.building import build
 from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.decoder import CausalLM
+from dtrain.models.common.linear import Linear
 from dtrain.models.common.micro_batch import MicroBatchContext
 from dtrain.models.transformers.config import (
     build_library_model,
@@ -77,11 +79,14 @@ class Proof:
         leak: The part of the model that mixes the tokens of different documents, such as "linear_attn
             (Qwen3NextGatedDeltaNet)". Empty if the model separates documents.
         kept: Sizes that the copy has in common with the model (`shrinking.SmallConfig.kept`).
+        uncalled: Linear layers whose weight another module reads without calling the layer, by their names within a
+            decoder layer, such as "mamba.dt_proj". An adapter on them would have no effect.
     """
 
     problem: str = ""
     leak: str = ""
     kept: tuple[str, ...] = ()
+    uncalled: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -118,13 +123,15 @@ def prove(values: Mapping[str, Any]) -> Proof:
 
 def _prove_copy(copy: "Copy", expected: Computed, small: SmallConfig) -> Proof:
     try:
-        difference = find_difference(copy.packed(), expected)
+        with _record_uncalled_layers(copy.model) as uncalled:
+            packed = copy.packed()
+        difference = find_difference(packed, expected)
         if difference is None:
-            return Proof(kept=small.kept)
+            return Proof(kept=small.kept, uncalled=tuple(uncalled))
         difference = find_difference(copy.padded(), expected)
         if difference is not None:
             return Proof(f"{difference}, compared with transformers", kept=small.kept)
-        return Proof(leak=copy.find_leak(), kept=small.kept)
+        return Proof(leak=copy.find_leak(), kept=small.kept, uncalled=tuple(uncalled))
     except NotComputable as error:
         return Proof(str(error), kept=small.kept)
 
@@ -408,6 +415,32 @@ def _record_outputs(model: CausalLM, outputs: dict[str, Tensor]) -> Iterator[Non
     finally:
         for handle in handles:
             handle.remove()
+
+
+@contextmanager
+def _record_uncalled_layers(model: CausalLM) -> Iterator[list[str]]:
+    """Context that yields a list, to which its end adds the linear layers of the decoder that no forward has called.
+
+    The names are those within a decoder layer, with `*` in place of the number of an expert: a layer is only missing if
+    no expert has called it.
+    """
+    kinds: dict[str, None] = {}  # an ordered set
+    called: set[str] = set()
+    handles = []
+    for layer in model.model.layers:
+        for name, module in layer.named_modules():
+            if not isinstance(module, Linear):
+                continue
+            kind = re.sub(r"\b\d+\b", "*", name)
+            kinds[kind] = None
+            handles.append(module.register_forward_pre_hook(lambda module, inputs, kind=kind: called.add(kind)))
+    uncalled: list[str] = []
+    try:
+        yield uncalled
+    finally:
+        for handle in handles:
+            handle.remove()
+    uncalled += [kind for kind in kinds if kind not in called]
 
 
 def _recorder(name: str, outputs: dict[str, Tensor]) -> Any:

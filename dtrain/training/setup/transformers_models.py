@@ -11,6 +11,7 @@ Results are stored in the cache directory of the recipe (`cache/proofs/<digest>.
 
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dtrain.adapters.config import AdapterConfig
 from dtrain.base.errors import Problem, RecipeError
 from dtrain.base.files import atomic_write_text
 from dtrain.base.json_files import digest, read_json
@@ -32,7 +34,7 @@ from dtrain.training.inputs import RunInputs
 if TYPE_CHECKING:
     from dtrain.models.transformers.proof import Proof
 
-_PROOF_VERSION = 1  # changes with the meaning of stored results
+_PROOF_VERSION = 2  # changes with the meaning of stored results
 # Fields of config.json that name versions and files, and not the model.
 _UNPROVED_FIELDS = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
 
@@ -144,9 +146,11 @@ def proof_problems(proof: "Proof", key: str, path: Path, recipe: Recipe) -> list
         library = f"transformers {version('transformers')}"
         text = f"{key}={path}: dtrain cannot train this model of {library}. In a small copy of it, {proof.problem}"
         return [Problem(key, text, f"Set {key} to another model")]
-    if not proof.leak:
-        return []
     problems = []
+    if key == "model.path" and recipe.lora is not None and recipe.lora.path is None:
+        problems += _uncalled_layer_problems(proof, AdapterConfig.from_values(asdict(recipe.lora)))
+    if not proof.leak:
+        return problems
     if recipe.data.packing:
         text = f"{key}={path}: its {proof.leak} mixes the documents of a packed row"
         problems.append(Problem("data.packing", text, "Set data.packing=false and parallel.cp=1"))
@@ -161,6 +165,22 @@ def proof_problems(proof: "Proof", key: str, path: Path, recipe: Recipe) -> list
     return problems
 
 
+def _uncalled_layer_problems(proof: "Proof", adapters: AdapterConfig) -> list[Problem]:
+    """Refuse adapters of layers whose weight another module reads without calling the layer."""
+    problems = []
+    for kind in proof.uncalled:
+        name = f"layers.0.{kind.replace('*', '0')}"
+        if not adapters.is_targeted(name):
+            continue
+        text = (
+            f"lora.target selects {kind}, whose weight another module reads without calling the layer, so that an "
+            "adapter would have no effect"
+        )
+        short = kind.rpartition("*.")[2]
+        problems.append(Problem("lora.target", text, f"Add {short} to lora.exclude, such as lora.exclude=[{short}]"))
+    return problems
+
+
 def _read_or_prove(model: TransformersModel, cache: Path, is_stored: bool) -> "Proof":
     """Return the stored proof of a model. If there is none, prove the model, and store the proof if `is_stored`."""
     from dtrain.models.transformers.proof import Proof, prove  # loads transformers
@@ -168,10 +188,10 @@ def _read_or_prove(model: TransformersModel, cache: Path, is_stored: bool) -> "P
     path = _result_path(cache, model.values)
     if path.is_file():
         stored = read_json(path)
-        return Proof(leak=stored["leak"], kept=tuple(stored["kept"]))
+        return Proof(leak=stored["leak"], kept=tuple(stored["kept"]), uncalled=tuple(stored["uncalled"]))
     proof = prove(model.values)
     if is_stored and not proof.problem:
-        _store(path, {"leak": proof.leak, "kept": proof.kept})
+        _store(path, {"leak": proof.leak, "kept": proof.kept, "uncalled": proof.uncalled})
     return proof
 
 
