@@ -10,7 +10,7 @@ from tests.running import metrics, run
 from tests.tiny import tiny_grpo, tiny_recipe, write_prompts
 
 SHORT = ("train.steps=3", "train.validate_every=3")
-RARE = {"mfu", "moe_load", "moe_idle"}
+RARE = {"mfu", "moe_load", "moe_idle", "shared_tokens"}
 ELSEWHERE = {  # fields that no run here writes: what they need is in `where`
     "dpo": {"pair_weight"},
     "grpo": {"lost_frac", "environment/NAME", "tool_calls", "tool_failures", "off_policy_frac", "val_loss"}

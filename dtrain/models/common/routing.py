@@ -88,8 +88,6 @@ class MicroBatchRouting:
     Attributes:
         document_ids: Number of each token's document in the micro-batch, -1 on padding, [B, S/cp]. Only read for the
             balance loss.
-        copies: If documents share tokens that are computed once: for each token of each document, the index of the
-            computed token, [n] int64. `document_ids` is then [n], too. None: each token belongs to one document.
         num_documents: Documents in the micro-batch, over all cp ranks.
         num_real_tokens: Tokens of this rank that are not padding. None if the host does not know it: layers then wait
             for the device to count them.
@@ -97,15 +95,17 @@ class MicroBatchRouting:
             if it decides everywhere.
         balance: The balance loss. None if there is none.
         record: The layers' record of this micro-batch.
+        copies: If documents share tokens that are computed once: for each token of each document, the index of the
+            computed token, [n] int64. `document_ids` is then [n], too. None: each token belongs to one document.
     """
 
     document_ids: Tensor | None = None
-    copies: Tensor | None = None
     num_documents: int = 0
     num_real_tokens: int | None = None
     replayed_experts: Tensor | None = None
     balance: BalanceLoss | None = None
     record: RoutingRecord = field(default_factory=RoutingRecord)
+    copies: Tensor | None = None
 
     def padded(self, missing: int) -> "MicroBatchRouting":
         """Return the same micro-batch with `missing` tokens of padding at the end of each row, with the same record."""
