@@ -22,7 +22,8 @@ METHODS = {
     "dpo": (dpo, ("data.max_length=24", "dpo.sft_weight=0.1", "dpo.use_weighting=true", "dpo.sync_every=2")),
     "dpo over the batch": (dpo, ("data.max_length=24", "dpo.loss=[sigmoid,aot]", "dpo.label_smoothing=0.1")),
     "kto": (test_kto.recipe_of, ()),
-    "grpo": (tiny_grpo, ("grpo.prompts_per_step=6", *RICH)),
+    # Truncated completions are trained too, so that many of a group share their prompt.
+    "grpo": (tiny_grpo, ("grpo.prompts_per_step=6", "grpo.mask_truncated=false", *RICH)),
     "grpo in turns": (
         tiny_grpo,
         (
