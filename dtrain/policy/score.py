@@ -719,11 +719,12 @@ class Scorer:
         cp = self.mesh.cp
         shared_row = batch.shared_row if isinstance(batch, MicroBatch) else None
         if shared_row is not None:
-            loss_tokens = torch.cat(shared_row.loss_tokens(cp.size(), batch["labels"][0])).to(local.device)
+            loss_tokens = torch.cat(shared_row.loss_tokens(cp.size(), batch["labels"][0]))
+            places = (loss_tokens >= 0).nonzero()[:, 0]  # the others are padding
+            index = _to_device({"places": places, "tokens": loss_tokens[places]}, self.device)
             values = local if cp.size() == 1 else all_gather(local, 1, cp.get_group())
             full = values.new_zeros(1, batch["input_ids"].shape[1], *values.shape[2:])
-            is_token = loss_tokens >= 0
-            full[0, loss_tokens[is_token]] = values[0, is_token]
+            full[0, index["tokens"]] = values[0, index["places"]]
             return full
         return local if cp.size() == 1 else context.gather_tokens(local, cp, batch["input_ids"].shape[1])
 

@@ -224,9 +224,9 @@ def test_a_run_stores_its_proof_and_validate_stores_nothing(tmp_path):
     assert not (tmp_path / "runs").exists()
     run(recipe)
     (stored,) = (tmp_path / "runs" / ".cache" / "proofs").iterdir()
-    assert json.loads(stored.read_text()) == {"leak": "", "kept": []}
+    assert json.loads(stored.read_text()) == {"leak": "", "kept": [], "uncalled": []}
     # The next start reads it.
-    stored.write_text(json.dumps({"leak": "conv (Stored)", "kept": []}))
+    stored.write_text(json.dumps({"leak": "conv (Stored)", "kept": [], "uncalled": []}))
     (problem,) = preflight(recipe, 1)
     assert "its conv (Stored) mixes the documents" in problem
 
