@@ -51,11 +51,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtrain.attention.blocks import BlockByBlock, BlockComputation, KeysAndValues, MaskedBlocks, blocks_for
-from dtrain.attention.kernels import Gathering, Kernel, KeyStreams
+from dtrain.attention.kernels import Gathering, Kernel
 from dtrain.attention.packing import Call, Packing
 from dtrain.attention.segments import Flash, Segments, Steps, VarlenBlocks, pick
 from dtrain.attention.tree import TreePacking
-from dtrain.attention.visibility import BlockMask, Visibility, additive
+from dtrain.attention.visibility import BlockMask, MaskStreams, Visibility, additive
 from dtrain.parallel.context.batch import SequenceGather, gather_sequence, shard_sequence
 
 
@@ -72,33 +72,18 @@ class ContextKernel(Kernel):
         self.inner, self.note = inner, inner.note
         self.group = mesh.get_group()
 
-    def keys(
-        self,
-        positions: Tensor,
-        documents: Tensor | None,
-        packing: Packing | TreePacking | None = None,
-        last_documents: Tensor | None = None,
-    ) -> KeyStreams | None:
-        """Gather the positions and documents of all keys, in natural order.
-
-        Args:
-            positions: Of this rank's tokens, [B or 1, S/cp].
-            documents: Of this rank's tokens, [B, S/cp], or None.
-            packing: Not read.
-            last_documents: Last documents that see this rank's tokens, [B, S/cp], or None.
-
-        Returns:
-            The streams of all keys. If there are documents, positions are [B, S], too.
+    def keys(self, local: MaskStreams, packing: Packing | TreePacking | None = None) -> MaskStreams | None:
+        """Override `Kernel.keys`. The packing is not read. If there are documents, positions are [B, S], too.
 
         Collectives:
-            One all-gather for all of them.
+            One all-gather for all streams.
         """
-        if documents is None:
-            return KeyStreams(gather_sequence(positions, self.group))
-        streams = [positions.expand_as(documents), documents]
-        if last_documents is not None:
-            streams.append(last_documents)
-        return KeyStreams(*gather_sequence(torch.stack(streams), self.group, dim=2).unbind(0))
+        if local.documents is None:
+            return MaskStreams(gather_sequence(local.positions, self.group))
+        streams = [local.positions.expand_as(local.documents), local.documents]
+        if local.last_documents is not None:
+            streams.append(local.last_documents)
+        return MaskStreams(*gather_sequence(torch.stack(streams), self.group, dim=2).unbind(0))
 
 
 class GatherKernel(ContextKernel):

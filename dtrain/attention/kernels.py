@@ -43,7 +43,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dtrain.attention.blocks import BlockByBlock, MaskedBlocks, blocks_for, pad_heads_to_one_size
 from dtrain.attention.packing import Packing
-from dtrain.attention.visibility import BlockMask, Visibility, additive
+from dtrain.attention.visibility import BlockMask, MaskStreams, Visibility, additive
 from dtrain.base.batch import Batch, pad_stream
 from dtrain.base.torch_functions import has_values
 from dtrain.parallel.context.batch import join_sequence, shard_sequence
@@ -57,20 +57,6 @@ if TYPE_CHECKING:
 
 Gathering = Callable[[], tuple[Tensor, Tensor]]  # waits for keys and values that are being gathered, and returns them
 HALF = (torch.bfloat16, torch.float16)
-
-
-class KeyStreams(NamedTuple):
-    """What a mask reads of the keys of all ranks, in natural order.
-
-    Attributes:
-        positions: [B or 1, S].
-        documents: [B, S]. None: each row is one document.
-        last_documents: As `Visibility.key_last_documents`, [B, S], or None.
-    """
-
-    positions: Tensor
-    documents: Tensor | None = None
-    last_documents: Tensor | None = None
 
 
 class Kernel:
@@ -94,25 +80,17 @@ class Kernel:
     is_context_parallel = False
     gathers = False
 
-    def keys(
-        self,
-        positions: Tensor,
-        documents: Tensor | None,
-        packing: "Packing | TreePacking | None" = None,
-        last_documents: Tensor | None = None,
-    ) -> KeyStreams | None:
-        """Return the positions and documents of all keys. Called once per forward.
+    def keys(self, local: MaskStreams, packing: "Packing | TreePacking | None" = None) -> MaskStreams | None:
+        """Return the positions and documents of all keys, in natural order. Called once per forward.
 
         Args:
-            positions: Positions of this rank's tokens, [B or 1, S/cp].
-            documents: Documents of this rank's tokens, [B, S/cp]. None: each row is one document.
+            local: Positions and documents of this rank's tokens, [B, S/cp] each.
             packing: The documents of the full rows, if the host knows them.
-            last_documents: Last documents that see this rank's tokens, [B, S/cp]. None: their own documents.
 
         Returns:
-            The streams of all keys. None if the kernel computes from the packing and needs no tensors.
+            Those of all keys, [B, S] each. None if the kernel computes from the packing and needs no tensors.
         """
-        return KeyStreams(positions, documents, last_documents)
+        return local
 
     def computes_from(self, packing: "Packing | TreePacking", window: int | None) -> bool:
         """Check whether `prepare` needs only the packing of rows, and no positions and documents.
@@ -514,18 +492,12 @@ class GroupedKernel(Kernel):
         self.is_context_parallel = inner.is_context_parallel
         self.takes_packing = inner.takes_packing
 
-    def keys(
-        self,
-        positions: Tensor,
-        documents: Tensor | None,
-        packing: "Packing | TreePacking | None" = None,
-        last_documents: Tensor | None = None,
-    ) -> KeyStreams | None:
+    def keys(self, local: MaskStreams, packing: "Packing | TreePacking | None" = None) -> MaskStreams | None:
         """Return the keys of `inner`."""
-        return self.inner.keys(positions, documents, packing, last_documents)
+        return self.inner.keys(local, packing)
 
     def computes_from(self, packing: "Packing | TreePacking", window: int | None) -> bool:
-        """Return whether `inner` computes from the packing."""
+        """Override `Kernel.computes_from` by that of `inner`."""
         return self.inner.computes_from(packing, window)
 
     def prepare(self, visibility: Visibility, dtype: torch.dtype, device: torch.device) -> Any:

@@ -331,11 +331,10 @@ def _causal_calls(queries: slice, keys: slice) -> Iterator[_CpuCall]:
         return
     # A multiple of the span, so that all parts but the last have its length.
     half = -(-num_queries // (2 * _CPU_SPAN)) * _CPU_SPAN
-    first_queries, second_queries = (
-        slice(queries.start, queries.start + half),
-        slice(queries.start + half, queries.stop),
-    )
-    first_keys, second_keys = slice(keys.start, keys.start + half), slice(keys.start + half, keys.stop)
+    first_queries = slice(queries.start, queries.start + half)
+    second_queries = slice(queries.start + half, queries.stop)
+    first_keys = slice(keys.start, keys.start + half)
+    second_keys = slice(keys.start + half, keys.stop)
     yield from _causal_calls(first_queries, first_keys)
     yield from _causal_calls(second_queries, second_keys)
     yield _CpuCall(second_queries, first_keys, is_first=False)

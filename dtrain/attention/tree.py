@@ -87,20 +87,6 @@ def split_nodes(node_lengths: Sequence[int], num_chunks: int) -> SplitNodes:
     return SplitNodes(pieces, chunk_length)
 
 
-class TreeStreams(NamedTuple):
-    """What a mask reads of the tokens of a row with shared beginnings, in the order of the row.
-
-    Attributes:
-        positions: Positions in the sequence from the root, 0 on padding, [1, S] int64.
-        nodes: Index of each token's node, -1 on padding, [1, S] int64.
-        last_nodes: Index of the last node that sees each token, -1 on padding, [1, S] int64.
-    """
-
-    positions: Tensor
-    nodes: Tensor
-    last_nodes: Tensor
-
-
 class _Piece(NamedTuple):
     """Consecutive tokens of one node in one chunk.
 
@@ -180,13 +166,16 @@ class TreePacking:
         """Number of tokens of the full row, with its padding."""
         return self.chunk_length * len(self.pieces)
 
-    def streams(self) -> TreeStreams:
-        """Return the positions and nodes of the row's tokens.
+    def streams(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the positions, the nodes and the last nodes of the row's tokens, as `MaskStreams` has them.
+
+        Returns:
+            int64 [1, S] each. Padding has the position 0 and the nodes -1.
 
         Example:
             >>> streams = TreePacking.of([2, 2, 1], [-1, 0, 0]).streams()
-            >>> streams.positions.tolist(), streams.nodes.tolist(), streams.last_nodes.tolist()
-            ([[0, 1, 2, 3, 2]], [[0, 0, 1, 1, 2]], [[2, 2, 1, 1, 2]])
+            >>> [stream.tolist() for stream in streams]
+            [[[0, 1, 2, 3, 2]], [[0, 0, 1, 1, 2]], [[2, 2, 1, 1, 2]]]
         """
         first_positions: list[int] = []  # of each node
         for parent in self.parents:
@@ -200,7 +189,7 @@ class TreePacking:
                 positions[0, tokens] = torch.arange(first, first + piece.length)
                 nodes[0, tokens] = piece.node
                 last_nodes[0, tokens] = self._last_nodes[piece.node]
-        return TreeStreams(positions, nodes, last_nodes)
+        return positions, nodes, last_nodes
 
     def of_rows(self, window: int | None) -> list[Call]:
         """Return the calls of a rank that has the full row.

@@ -27,11 +27,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dtrain.attention.blocks import BlockByBlock, Gradients, Partial, sinks_grad, with_sinks
 from dtrain.attention.context import over_keys
-from dtrain.attention.kernels import Gathering, Kernel, KeyStreams, SdpaKernel
+from dtrain.attention.kernels import Gathering, Kernel, SdpaKernel
 from dtrain.attention.packing import Packing
 from dtrain.attention.segments import Flash, FlashOnCpu, Steps, VarlenBlocks, calls_to_device
 from dtrain.attention.tree import TreePacking
-from dtrain.attention.visibility import Visibility
+from dtrain.attention.visibility import MaskStreams, Visibility
 from dtrain.base.batch import Batch
 from dtrain.base.ranks import Ranks
 from dtrain.parallel.context.batch import join_sequence, shard_sequence
@@ -104,16 +104,8 @@ class VarlenKernel(Kernel):
         """Pass the rows on to the other kernel."""
         self.masked.take_rows(batch)
 
-    def keys(
-        self,
-        positions: Tensor,
-        documents: Tensor | None,
-        packing: Packing | TreePacking | None = None,
-        last_documents: Tensor | None = None,
-    ) -> KeyStreams | None:
-        if packing is not None:
-            return None
-        return self.masked.keys(positions, documents, last_documents=last_documents)
+    def keys(self, local: MaskStreams, packing: Packing | TreePacking | None = None) -> MaskStreams | None:
+        return None if packing is not None else self.masked.keys(local)
 
     def prepare(self, visibility: Visibility, dtype: torch.dtype, device: torch.device) -> VarlenRows:
         packing = self._find_packing(visibility)
@@ -165,7 +157,7 @@ class VarlenKernel(Kernel):
 
 
 class TreeKernel(VarlenKernel):
-    """Another kernel, which computes all rows but those with a `TreePacking`.
+    """Variable-length attention for rows with a `TreePacking`. Another kernel computes all other rows, under masks.
 
     On a CPU, variable-length calls are no gain for packed rows, whose masks hide most keys of a span of queries. They
     are one for shared beginnings, where the keys of other completions are between those that a query sees.
@@ -185,15 +177,9 @@ class TreeKernel(VarlenKernel):
     def computes_from(self, packing: Packing | TreePacking, window: int | None) -> bool:
         return packing.is_tree and super().computes_from(packing, window)
 
-    def keys(
-        self,
-        positions: Tensor,
-        documents: Tensor | None,
-        packing: Packing | TreePacking | None = None,
-        last_documents: Tensor | None = None,
-    ) -> KeyStreams | None:
+    def keys(self, local: MaskStreams, packing: Packing | TreePacking | None = None) -> MaskStreams | None:
         tree = packing if packing is not None and packing.is_tree else None
-        return super().keys(positions, documents, tree, last_documents)
+        return super().keys(local, tree)
 
     def _find_packing(self, visibility: Visibility) -> Packing | TreePacking | None:
         packing = visibility.packing
@@ -382,7 +368,11 @@ def check_varlen(
     def make_case(case_dtype: torch.dtype, rows: CheckRows | None = None) -> CheckCase:
         return _check_case(
             rows or _packed_rows(smaller_window, device),
-            *(heads, key_heads, head_dim, value_dim, sinks),
+            heads,
+            key_heads,
+            head_dim,
+            value_dim,
+            sinks,
             dtype=case_dtype,
             device=device,
         )

@@ -22,7 +22,7 @@ Example: a row of two packed documents of 3 and 2 tokens, with window 2. Documen
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +32,21 @@ if TYPE_CHECKING:
     from dtrain.attention.tree import TreePacking
 
 MASK_BYTES = 2**26  # largest mask in memory at a time, on a GPU
+
+
+class MaskStreams(NamedTuple):
+    """Positions and documents of tokens, from which masks are computed.
+
+    Attributes:
+        positions: [B or 1, S] int64.
+        documents: [B, S] int64. None: each row is one document.
+        last_documents: In rows with shared beginnings, the last document that sees each token, [B, S] int64. None: only
+            the token's own document sees it.
+    """
+
+    positions: Tensor
+    documents: Tensor | None = None
+    last_documents: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -524,9 +524,9 @@ def split_into_micro_batches(
     """
     shared = None
     if sharing is not None and PROMPT_IDS in rows and len(rows["input_ids"]):
-        shared = SharedPrompts(rows, images, sharing)
-    shares = shared is not None and shared.saves
-    if shared is None or not shares or isinstance(batching, Fixed):
+        found = SharedPrompts(rows, images, sharing)
+        shared = found if found.saves else None
+    if shared is None or isinstance(batching, Fixed):
         plan = batching.plan(row_lengths(rows))
     else:
         plan = _plan_shared_rows(shared, batching)
@@ -534,11 +534,8 @@ def split_into_micro_batches(
         count = -(-max_rows // batching.rows)  # rounded up
     else:
         count = int(all_reduce(torch.tensor([len(plan)]), dp, dist.ReduceOp.MAX))
-    is_packed = batching.is_packed or shares
-    batches = build_micro_batches(rows, plan, max(1, count), is_packed, per_row, images)
-    if shared is not None and shares:
-        for batch, indices in zip(batches, plan, strict=False):  # batches beyond the plan are padding
-            batch.shared_row = shared.shared_row(indices)
+    is_packed = batching.is_packed or shared is not None
+    batches = build_micro_batches(rows, plan, max(1, count), is_packed, per_row, images, shared)
     return MicroBatches(batches, plan, is_packed)
 
 
@@ -550,35 +547,37 @@ def _plan_shared_rows(shared: SharedPrompts, batching: DynamicShapes | Packed) -
         batching: The limit of tokens, and the rows that have to stay together.
     """
     rows_per_sample = batching.rows_per_sample if isinstance(batching, DynamicShapes) else 1
-    num_rows = 1 + max(document.row for document in shared.documents)
-    parts: list[list[int]] = []  # rows that share a beginning, or a part of them that fits into a micro-batch
-    lengths: list[int] = []
+    parts: list[list[int]] = []  # the rows of each part
     for samples in shared.linked_samples(rows_per_sample):
-        rows_of_samples = []
-        for sample in samples:
-            first_row = sample * rows_per_sample
-            rows_of_samples.append(list(range(first_row, min(first_row + rows_per_sample, num_rows))))
-        all_rows = [row for rows in rows_of_samples for row in rows]
-        full_length = shared.num_tokens(all_rows)
-        if full_length <= batching.tokens:
-            parts.append(all_rows)
-            lengths.append(full_length)
-            continue
-        part: list[int] = []
-        length = 0
-        for new_rows in rows_of_samples:
-            new_length = shared.num_tokens(part + new_rows)
-            if part and new_length > batching.tokens:
-                parts.append(part)
-                lengths.append(length)
-                part, new_length = [], shared.num_tokens(new_rows)
-            part, length = part + new_rows, new_length
-        parts.append(part)
-        lengths.append(length)
+        parts += _split_to_fit(shared, samples, batching.tokens)
+    lengths = [shared.num_tokens(part) for part in parts]
     plan = []
     for members in Packed(batching.tokens).plan(lengths):
         plan.append([row for index in members for row in parts[index]])
     return plan
+
+
+def _split_to_fit(shared: SharedPrompts, samples: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
+    """Divide samples that share a beginning into parts of at most `max_tokens`, as few as possible.
+
+    Args:
+        shared: The documents of the rows.
+        samples: The rows of each sample. A sample that is longer than this is a part of its own.
+        max_tokens: The limit, as `SharedPrompts.num_tokens` counts.
+
+    Returns:
+        The rows of each part.
+    """
+    all_rows = [row for rows in samples for row in rows]
+    if shared.num_tokens(all_rows) <= max_tokens:
+        return [all_rows]
+    parts: list[list[int]] = []
+    for rows in samples:
+        if parts and shared.num_tokens([*parts[-1], *rows]) <= max_tokens:
+            parts[-1] += rows
+        else:
+            parts.append(list(rows))
+    return parts
 
 
 def build_micro_batches(
@@ -588,6 +587,7 @@ def build_micro_batches(
     is_packed: bool,
     per_row: Collection[str] = (),
     images: RowImages | None = None,
+    shared: SharedPrompts | None = None,
 ) -> list[MicroBatch]:
     """Build the micro-batches of a plan, and micro-batches of padding up to `count`.
 
@@ -599,6 +599,7 @@ def build_micro_batches(
             stay [b, ..] next to a row [1, S].
         per_row: Names of the streams that have a value for each row. A stream [n] always is one.
         images: Images of the rows.
+        shared: The documents of the rows, if some of them share their beginnings. Rows are then packed.
     """
     if len(plan) > count:
         raise ValueError(f"the plan has {len(plan)} micro-batches, and only {count} are to be built")
@@ -610,7 +611,9 @@ def build_micro_batches(
             streams["image_features"] = _renumber_features(streams["image_features"])
         per_token = {name: stream for name, stream in streams.items() if name not in per_row}
         per_token = _join_rows(per_token) if is_packed and len(rows) > 1 else trim(per_token)
-        batches.append(MicroBatch(streams | per_token, per_row, None if images is None else images.select(rows)))
+        selected_images = None if images is None else images.select(rows)
+        shared_row = None if shared is None else shared.shared_row(rows)
+        batches.append(MicroBatch(streams | per_token, per_row, selected_images, shared_row))
     for _ in range(count - len(plan)):
         batches.append(_padding_batch(batch, per_row))
     return batches

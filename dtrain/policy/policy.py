@@ -716,7 +716,7 @@ class Policy:
 
 
 def _prompt_sharing(setting: bool | str, config: ModelConfig) -> PromptSharing | None:
-    """Return how a model shares prompts, given `train.share_prompts`. None if it does not."""
+    """Return the settings of a model for shared prompts, given `train.share_prompts`. None: nothing is shared."""
     if not can_share_prompts(setting, config):
         return None
     image_tokens = None if config.vision is None else config.vision.num_tokens

@@ -21,8 +21,8 @@ twice: the loss gets the hidden states of the full row's positions 2 3 4 7 8. Th
 or belong to one document only, so a loss sees the same documents, labels and streams as without sharing, except for the
 tokens of the prompt. The gradients of the two copies are added by the backward of the indexing.
 
-The documents of a group are those with the same value in the stream `prompt_ids`. Methods set it. A batch without this
-stream is not shared, so that rows of supervised fine-tuning that begin alike by chance are left alone.
+The documents of a group are those with the same value in the stream `prompt_ids`. Methods set it. Batches of supervised
+fine-tuning do not have it, and their rows share nothing, even if they begin alike.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,7 +33,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dtrain.attention.tree import TreePacking, split_nodes
+from dtrain.attention.tree import TreePacking
 from dtrain.base.batch import IGNORE_INDEX, PADDING_SEQ_ID, Batch, Grid, RowImages, document_ids
 from dtrain.models.common.config import LINEAR, ModelConfig
 from dtrain.parallel.context.batch import get_chunk_indices, shard_sequence
@@ -41,15 +41,16 @@ from dtrain.parallel.context.batch import get_chunk_indices, shard_sequence
 PROMPT_IDS = "prompt_ids"
 """Stream with the number of the group that a token's document belongs to, [n, S]. -1 for none."""
 
-MIN_SAVED_FRACTION = (
-    0.1  # with `train.share_prompts: auto`, a group shares if it saves at least this part of its tokens
-)
-MIN_BRANCH_TOKENS = 16  # completions that begin alike for fewer tokens than this are not joined behind their prompt
+MIN_SAVED_FRACTION = 0.1
+"""With `train.share_prompts: auto`, a group shares its beginnings if that saves this part of its tokens or more."""
+
+MIN_BRANCH_TOKENS = 16
+"""Completions whose first equal tokens are fewer than this are not joined behind their prompt."""
 
 
 @dataclass(frozen=True)
 class PromptSharing:
-    """How a policy shares prompts.
+    """Settings of a policy for shared prompts.
 
     Attributes:
         always: Share every common beginning, and not only where it saves a tenth of a group's tokens.
@@ -128,15 +129,13 @@ def number_prompts(batch: Batch) -> Tensor:
     """
     numbers: dict[tuple[int, ...], int] = {}
     prompt_ids = torch.full_like(batch["seq_ids"], -1)
-    for row, (ids, labels, seq_ids) in enumerate(
-        zip(batch["input_ids"], batch["labels"], batch["seq_ids"], strict=True)
-    ):
+    for row, seq_ids in enumerate(batch["seq_ids"]):
         for start, end in _document_bounds(seq_ids):
-            labelled = (labels[start:end] != IGNORE_INDEX).nonzero()
+            labelled = (batch["labels"][row, start:end] != IGNORE_INDEX).nonzero()
             if not len(labelled):
                 continue
             prompt_end = start + int(labelled[0]) + 1  # the label at a position is the token behind it
-            prompt = tuple(ids[start:prompt_end].tolist())
+            prompt = tuple(batch["input_ids"][row, start:prompt_end].tolist())
             prompt_ids[row, start:end] = numbers.setdefault(prompt, len(numbers))
     return prompt_ids
 
@@ -175,22 +174,27 @@ class SharedPrompts:
             if group < 0 or len(indices) == 1:
                 continue
             total = sum(len(self.documents[index]) for index in indices)
-            saved = total - sum(node.length for node in self._trees(indices))
+            computed = sum(node.length for node in _build_forest(self.documents, [indices]))
+            saved = total - computed
             if saved > 0 and (sharing.always or saved >= MIN_SAVED_FRACTION * total):
                 self._shared_groups.add(group)
 
     @property
     def saves(self) -> bool:
-        """Whether any group shares a beginning."""
+        """True if the documents of at least one group share a beginning."""
         return bool(self._shared_groups)
 
-    def linked_samples(self, rows_per_sample: int) -> list[list[int]]:
+    def linked_samples(self, rows_per_sample: int) -> list[list[list[int]]]:
         """Return the samples that share a beginning with one another, as lists of samples in ascending order.
 
         Args:
             rows_per_sample: Sample i consists of the rows from i · rows_per_sample on.
+
+        Returns:
+            For each list, the rows of each of its samples.
         """
-        num_samples = -(-(1 + max(document.row for document in self.documents)) // rows_per_sample)
+        num_rows = 1 + max(document.row for document in self.documents)
+        num_samples = -(-num_rows // rows_per_sample)  # rounded up
         parents = list(range(num_samples))  # a forest of samples; a set of linked samples is one tree
 
         def root(sample: int) -> int:
@@ -205,9 +209,11 @@ class SharedPrompts:
             sample = document.row // rows_per_sample
             first, own = root(first_samples.setdefault(document.group, sample)), root(sample)
             parents[max(first, own)] = min(first, own)
-        linked: dict[int, list[int]] = {}
+        linked: dict[int, list[list[int]]] = {}
         for sample in range(num_samples):
-            linked.setdefault(root(sample), []).append(sample)
+            first_row = sample * rows_per_sample
+            rows = list(range(first_row, min(first_row + rows_per_sample, num_rows)))
+            linked.setdefault(root(sample), []).append(rows)
         return list(linked.values())
 
     def num_tokens(self, rows: Sequence[int]) -> int:
@@ -233,20 +239,17 @@ class SharedPrompts:
     def _forest(self, rows: Sequence[int]) -> list[Node]:
         """Return the nodes of some rows in preorder. Their documents are counted through the rows in this order."""
         documents = self._documents_of(rows)
-        trees: dict[int | tuple[str, int], list[int]] = {}  # the documents of each tree, in the order of its first one
+        trees: list[list[int]] = []  # the documents of each tree
+        tree_of_group: dict[int, list[int]] = {}
         for index, document in enumerate(documents):
-            key = document.group if document.group in self._shared_groups else ("alone", index)
-            trees.setdefault(key, []).append(index)
-        nodes: list[Node] = []
-        for indices in trees.values():
-            _add_nodes(nodes, documents, indices)
-        return nodes
-
-    def _trees(self, indices: Sequence[int]) -> list[Node]:
-        """Return the nodes of some of all documents."""
-        nodes: list[Node] = []
-        _add_nodes(nodes, self.documents, indices)
-        return nodes
+            if document.group in tree_of_group:
+                tree_of_group[document.group].append(index)
+                continue
+            tree = [index]
+            trees.append(tree)
+            if document.group in self._shared_groups:
+                tree_of_group[document.group] = tree
+        return _build_forest(documents, trees)
 
 
 def _read_documents(batch: Batch, images: RowImages | None, sharing: PromptSharing) -> list[Document]:
@@ -318,13 +321,26 @@ def _number_images(features: Tensor, images: RowImages | None, sharing: PromptSh
     return numbers
 
 
-def _add_nodes(nodes: list[Node], documents: Sequence[Document], indices: Sequence[int]) -> None:
-    """Append the nodes of documents in preorder.
+def _build_forest(documents: Sequence[Document], trees: Sequence[Sequence[int]]) -> list[Node]:
+    """Return the nodes of documents in preorder.
+
+    Args:
+        documents: All documents.
+        trees: The documents of each tree, by their index. Only documents of one tree share beginnings.
+    """
+    nodes: list[Node] = []
+    for tree in trees:
+        _add_tree(nodes, documents, tree)
+    return nodes
+
+
+def _add_tree(nodes: list[Node], documents: Sequence[Document], indices: Sequence[int]) -> None:
+    """Append the nodes of the tree of some documents in preorder.
 
     Args:
         nodes: The nodes so far.
         documents: All documents.
-        indices: Those to add.
+        indices: Those of the tree.
     """
     # Documents that are equal before `begin`, and the node of the token there. A stack, because a recursion would be as
     # deep as the tree: an episode of 1000 turns, each turn a document with all turns before it, has 1000 nested nodes.
@@ -383,7 +399,7 @@ class RankTokens(NamedTuple):
 
 
 class SharedRow:
-    """The nodes of a micro-batch's joined row, and how its tokens are mapped to theirs.
+    """The nodes of a micro-batch's joined row, and the map from the tokens of the full row to those of the nodes.
 
     Args:
         nodes: The nodes in preorder. Their documents are numbers in the row.
@@ -414,16 +430,6 @@ class SharedRow:
         self._first_copies = torch.cat(first_copies)  # [T]
         self._num_tokens = num_tokens
         self.num_shared_tokens = self._full_length - num_tokens
-
-    @property
-    def last_nodes(self) -> list[int]:
-        """The last node of each node's subtree. In preorder, a subtree is a range of nodes."""
-        last = list(range(len(self.parents)))
-        for node in reversed(range(len(self.parents))):
-            parent = self.parents[node]
-            if parent >= 0:
-                last[parent] = max(last[parent], last[node])
-        return last
 
     def packing(self, size: int) -> TreePacking:
         """Return the nodes of the row for attention kernels, given the number of context-parallel ranks."""
@@ -458,23 +464,20 @@ class SharedRow:
             size: The number of ranks.
             labels: Labels of the full row, [L].
         """
-        nodes = torch.tensor(range(len(self.lengths))).repeat_interleave(torch.tensor(self.lengths))  # [T]
-        order = self._order(size)  # [T with padding]
-        local = shard_sequence(order[None], rank, size)[0] if size > 1 else order
+        order = self._order(size)
+        _, nodes, last_nodes = self.packing(size).streams()  # [1, T with padding] each
+        full = torch.stack([order, nodes[0], last_nodes[0]])
+        local, local_nodes, local_last_nodes = shard_sequence(full, rank, size) if size > 1 else full
         is_token = local >= 0
-        safe = local.clamp(min=0)
-        tokens = torch.where(is_token, self._first_copies[safe], -1)
-        local_nodes = torch.where(is_token, nodes[safe], PADDING_SEQ_ID)
-        last_nodes = torch.tensor(self.last_nodes)[nodes[safe]]
-        local_last = torch.where(is_token, last_nodes, PADDING_SEQ_ID)
+        tokens = torch.where(is_token, self._first_copies[local.clamp(min=0)], -1)
 
         states = torch.full((self._num_tokens,), -1)  # index among the rank's tokens of each shared token
         states[local[is_token]] = is_token.nonzero()[:, 0]
         copy_states = states[self._shared_index]
         copies = (copy_states >= 0).nonzero()[:, 0]
-        loss_tokens = self.loss_tokens(size, labels)[rank]
+        loss_tokens = self._loss_tokens_in(order, size, labels)[rank]
         loss_states = torch.where(loss_tokens >= 0, copy_states[loss_tokens.clamp(min=0)], 0)
-        return RankTokens(tokens, local_nodes, local_last, loss_tokens, loss_states, copies, copy_states[copies])
+        return RankTokens(tokens, local_nodes, local_last_nodes, loss_tokens, loss_states, copies, copy_states[copies])
 
     def loss_tokens(self, size: int, labels: Tensor) -> list[Tensor]:
         """Return the positions of the full row that the loss reads on each context-parallel rank, [E] int64 each.
@@ -485,36 +488,36 @@ class SharedRow:
             size: The number of ranks.
             labels: Labels of the full row, [L].
         """
+        return self._loss_tokens_in(self._order(size), size, labels)
+
+    def _loss_tokens_in(self, order: Tensor, size: int, labels: Tensor) -> list[Tensor]:
+        """Return `loss_tokens`, given the result of `_order`."""
         num_copies = self._shared_index.bincount()[self._shared_index]  # [L]
         is_read = (labels != IGNORE_INDEX) | (num_copies == 1)
-        ranks = self._rank_of_tokens(size)[self._shared_index]  # [L]
+        ranks = self._rank_of_tokens(order, size)[self._shared_index]  # [L]
         by_rank = [(is_read & (ranks == rank)).nonzero()[:, 0] for rank in range(size)]
         longest = max(1, *(len(tokens) for tokens in by_rank))
-        return [torch.cat([tokens, tokens.new_full((longest - len(tokens),), -1)]) for tokens in by_rank]
+        padded = []
+        for tokens in by_rank:
+            padding = tokens.new_full((longest - len(tokens),), -1)
+            padded.append(torch.cat([tokens, padding]))
+        return padded
 
     def _order(self, size: int) -> Tensor:
-        """Return the shared tokens in the order in which the row is cut over `size` ranks, with -1 on padding.
-
-        One rank has the nodes in preorder. With more ranks, the row has 2 · size chunks of equal length, and each chunk
-        has a piece of every node.
-        """
-        if size == 1:
-            return torch.arange(self._num_tokens)
-        pieces, chunk_length = split_nodes(self.lengths, 2 * size)
+        """Return the shared tokens in the order of `packing`, in which the row is cut over ranks. -1 is padding."""
+        packing = self.packing(size)
         next_tokens = list(accumulate(self.lengths, initial=0))[:-1]  # of each node, the first that is not placed
         parts = []
-        for sizes in pieces:
-            placed = 0
-            for node, count in enumerate(sizes):
+        for pieces in packing.pieces:  # of each chunk
+            for node, count in enumerate(pieces):
                 parts.append(torch.arange(next_tokens[node], next_tokens[node] + count))
                 next_tokens[node] += count
-                placed += count
-            parts.append(torch.full((chunk_length - placed,), -1))
+            num_padding = packing.chunk_length - sum(pieces)
+            parts.append(torch.full((num_padding,), -1))
         return torch.cat(parts)
 
-    def _rank_of_tokens(self, size: int) -> Tensor:
-        """Return the context-parallel rank of each shared token, [T] int64."""
-        order = self._order(size)
+    def _rank_of_tokens(self, order: Tensor, size: int) -> Tensor:
+        """Return the context-parallel rank of each shared token, [T] int64, given the result of `_order`."""
         if size == 1:
             return torch.zeros_like(order)
         chunk_length = len(order) // (2 * size)

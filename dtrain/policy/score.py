@@ -73,6 +73,8 @@ if TYPE_CHECKING:
 Loss = Callable[["LogprobSource", Batch, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
 """`loss(source, batch, global_sequences, global_tokens) -> (loss, metrics)`. See `Policy.forward_backward`."""
 
+_MODEL_ONLY_STREAMS = ("routed_experts", "dropout_tokens", *IMAGE_STREAMS)  # a loss does not see them
+
 _ALIGNMENT = 16  # bytes: a multiple of every dtype's size, so a stream may begin at any multiple of it
 
 
@@ -394,7 +396,7 @@ class TopkLogits(NamedTuple):
     ids: Tensor
 
 
-class RankStreams(NamedTuple):
+class LocalStreams(NamedTuple):
     """Streams of one micro-batch on this rank, on the host.
 
     Attributes:
@@ -499,7 +501,7 @@ class Scorer:
         self._observer.forward_ends()
         return result
 
-    def _select_streams(self, micro_batch: MicroBatch, adapters: bool, step: int) -> "RankStreams":
+    def _select_streams(self, micro_batch: MicroBatch, adapters: bool, step: int) -> LocalStreams:
         """Return this rank's part of every stream on the host. No collective.
 
         The streams are those of the batch, `document_ids`, and `dropout_tokens` if adapters with dropout are trained.
@@ -514,7 +516,7 @@ class Scorer:
             return _shared_streams(streams, rank_tokens, micro_batch.per_row)
         if self.mesh.cp.size() > 1:
             streams = shard_streams(streams, self.mesh.cp, keep=micro_batch.per_row)
-        return RankStreams(streams, streams)
+        return LocalStreams(streams, streams)
 
     def _build_context(
         self,
@@ -764,10 +766,7 @@ def _check_routed_experts(batch: Batch, model: CausalLM) -> None:
         )
 
 
-_MODEL_STREAMS = ("input_ids", "position_ids", "routed_experts", "dropout_tokens", *IMAGE_STREAMS)
-
-
-def _shared_streams(streams: Batch, rank_tokens: RankTokens, per_row: Collection[str]) -> RankStreams:
+def _shared_streams(streams: Batch, rank_tokens: RankTokens, per_row: Collection[str]) -> LocalStreams:
     """Return the streams of a micro-batch whose documents share tokens.
 
     Args:
@@ -776,7 +775,7 @@ def _shared_streams(streams: Batch, rank_tokens: RankTokens, per_row: Collection
         per_row: Names of the streams that are not per token, which are returned unchanged.
     """
     model: Batch = {}
-    for name in _MODEL_STREAMS:
+    for name in ("input_ids", "position_ids", *_MODEL_ONLY_STREAMS):
         if name in streams:
             model[name] = _take(name, streams[name], rank_tokens.tokens)
     model["seq_ids"] = rank_tokens.nodes[None]
@@ -788,9 +787,9 @@ def _shared_streams(streams: Batch, rank_tokens: RankTokens, per_row: Collection
     for name, stream in streams.items():
         if name in per_row:
             loss[name] = stream
-        elif name not in ("routed_experts", "dropout_tokens", *IMAGE_STREAMS):
+        elif name not in _MODEL_ONLY_STREAMS:
             loss[name] = _take(name, stream, rank_tokens.loss_tokens)
-    return RankStreams(model, loss)
+    return LocalStreams(model, loss)
 
 
 def _take(name: str, stream: Tensor, tokens: Tensor) -> Tensor:

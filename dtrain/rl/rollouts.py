@@ -26,7 +26,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -532,18 +532,47 @@ def split_groups(
         bounds = [rank * len(by_group) // num_ranks for rank in range(num_ranks + 1)]
         return [sorted(by_group[start:end]) for start, end in pairwise(bounds)]
     best: list[list[int]] = []
-    lowest = math.inf
-    for num_parts in range(1, max(len(members) for members in groups.values()) + 1):
-        parts: list[list[int]] = []
-        part_costs: list[float] = []
-        for prompt, members in groups.items():
-            own_costs = [costs[index] - prompt_costs[prompt] for index in members]
-            for positions in balance_by_cost(own_costs, min(num_parts, len(members))):
-                parts.append([members[position] for position in positions])
-                part_costs.append(prompt_costs[prompt] + sum(own_costs[position] for position in positions))
-        ranks = balance_by_cost(part_costs, num_ranks)
-        highest = max(sum(part_costs[part] for part in parts_of_rank) for parts_of_rank in ranks)
-        if highest < lowest:
-            lowest = highest
-            best = [sorted(index for part in parts_of_rank for index in parts[part]) for parts_of_rank in ranks]
+    lowest_cost = math.inf
+    largest_group = max(len(members) for members in groups.values())
+    for num_parts in range(1, largest_group + 1):
+        parts = _divide_groups(groups, costs, prompt_costs, num_parts)
+        ranks = balance_by_cost([part.cost for part in parts], num_ranks)  # the parts of each rank
+        highest_cost = max(sum(parts[index].cost for index in indices) for indices in ranks)
+        if highest_cost < lowest_cost:
+            lowest_cost = highest_cost
+            best = []
+            for indices in ranks:
+                completions = [completion for index in indices for completion in parts[index].completions]
+                best.append(sorted(completions))
     return best
+
+
+class GroupPart(NamedTuple):
+    """Some completions of one prompt, and their cost with the prompt."""
+
+    completions: list[int]
+    cost: float
+
+
+def _divide_groups(
+    groups: Mapping[Prompt, Sequence[int]],
+    costs: Sequence[float],
+    prompt_costs: Mapping[Prompt, float],
+    num_parts: int,
+) -> list[GroupPart]:
+    """Divide every group of completions into `num_parts` parts of similar costs, or fewer if it is smaller.
+
+    Args:
+        groups: The completions of each prompt, by their index.
+        costs: Cost of each completion with its prompt.
+        prompt_costs: Cost of each prompt.
+        num_parts: Number of parts.
+    """
+    parts = []
+    for prompt, members in groups.items():
+        own_costs = [costs[index] - prompt_costs[prompt] for index in members]
+        for positions in balance_by_cost(own_costs, min(num_parts, len(members))):
+            completions = [members[position] for position in positions]
+            cost = prompt_costs[prompt] + sum(own_costs[position] for position in positions)
+            parts.append(GroupPart(completions, cost))
+    return parts

@@ -11,7 +11,7 @@ from dtrain.attention.context import GatherKernel, RingKernel
 from dtrain.attention.kernels import SdpaKernel
 from dtrain.attention.packing import Packing
 from dtrain.attention.varlen import VarlenKernel
-from dtrain.attention.visibility import Visibility
+from dtrain.attention.visibility import MaskStreams, Visibility
 from dtrain.parallel.context.batch import shard_sequence
 from tests.attention.dense import attention, packed_rows, tensors, visible
 from tests.attention.flash import WrittenFlash
@@ -39,7 +39,7 @@ def on_ranks(rank, kernel, size, length, heads, kv_heads, value_size, packed, wi
     else:
         positions, documents = torch.arange(length)[None], None
     mine = [None if x is None else shard_sequence(x, rank, size) for x in (positions, documents)]
-    keys = kernel.keys(*mine)
+    keys = kernel.keys(MaskStreams(*mine))
     assert torch.equal(keys[0].expand_as(positions), positions)
     assert documents is None or torch.equal(keys[1], documents)
     for window in windows:
@@ -55,7 +55,7 @@ def on_ranks(rank, kernel, size, length, heads, kv_heads, value_size, packed, wi
         assert out.dtype == dtype
         if kernel.takes_packing:
             packing = Packing.of(positions.expand(2, -1), documents)
-            assert kernel.keys(*mine, packing) is None
+            assert kernel.keys(MaskStreams(*mine), packing) is None
             known = kernel.prepare(Visibility(1, 1, window, packing=packing), dtype, torch.device("cpu"))
             padded = (torch.nn.functional.pad(part, (0, 0, 0, 0, 0, EXTRA), value=9.0) for part in parts)
             more = kernel(*padded, known, 0.25, sinks[1])
@@ -105,7 +105,7 @@ def low_precision_sums(rank, size):
     attention(*wide, visible(positions, None, None), 0.3).backward(grad.double())
     parts = [shard_sequence(x, rank, size).clone().requires_grad_() for x in (q, k, v)]
     mine = shard_sequence(positions, rank, size)
-    seen = Visibility(length // size, length, None, mine, kernel.keys(mine, None)[0])
+    seen = Visibility(length // size, length, None, mine, kernel.keys(MaskStreams(mine)).positions)
     kernel(*parts, kernel.prepare(seen, torch.bfloat16, torch.device("cpu")), 0.3).backward(
         shard_sequence(grad, rank, size)
     )

@@ -15,7 +15,7 @@ from dtrain.attention.context import GatherKernel, RingKernel
 from dtrain.attention.kernels import SdpaKernel
 from dtrain.attention.linear.chunks import chunked
 from dtrain.attention.packing import Packing
-from dtrain.attention.visibility import Visibility, additive
+from dtrain.attention.visibility import MaskStreams, Visibility, additive
 from dtrain.parallel.context.batch import shard_sequence
 from tests.world import run_world
 
@@ -40,7 +40,7 @@ def on_a_rank(rank, kernel_type):
     kernel = kernel_type(SdpaKernel(), mesh)
     positions = shard_sequence(torch.arange(LENGTH)[None], rank, 2)
     q, k, v = [shard_sequence(part, rank, 2).requires_grad_() for part in example()]
-    keys = kernel.keys(positions, None).positions
+    keys = kernel.keys(MaskStreams(positions)).positions
     seen = Visibility(4, LENGTH, None, positions, keys)
     out = kernel(q, k, v, kernel.prepare(seen, torch.float64, torch.device("cpu")), 1.0)
     tokens = positions[0].tolist()

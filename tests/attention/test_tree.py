@@ -9,7 +9,7 @@ from dtrain.attention.context import GatherKernel, RingKernel
 from dtrain.attention.kernels import GroupedKernel, SdpaKernel
 from dtrain.attention.tree import TreePacking, split_nodes
 from dtrain.attention.varlen import TreeKernel, VarlenKernel
-from dtrain.attention.visibility import Visibility
+from dtrain.attention.visibility import MaskStreams, Visibility
 from dtrain.parallel.context.batch import shard_sequence
 from tests.attention.dense import tensors
 from tests.attention.flash import WrittenFlash
@@ -75,9 +75,9 @@ def visibility_of(kernel, window, positions, nodes, last, packing):
         # Calls compute every row but those of a ring under a window.
         assert kernel.computes_from(packing, window) == (inner.masked.ring() is None or window is None)
     if kernel.computes_from(packing, window):
-        assert kernel.keys(positions, nodes, packing, last) is None
+        assert kernel.keys(MaskStreams(positions, nodes, last), packing) is None
         return Visibility(length, length, window, packing=packing)
-    keys = kernel.keys(positions, nodes, last_documents=last)
+    keys = kernel.keys(MaskStreams(positions, nodes, last))
     return Visibility(
         *(length, keys.positions.shape[1], window, positions, keys.positions, nodes, keys.documents),
         key_last_documents=keys.last_documents,

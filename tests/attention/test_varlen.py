@@ -12,7 +12,7 @@ from dtrain.attention.blocks import Partial
 from dtrain.attention.packing import Packing
 from dtrain.attention.segments import Flash, Segments
 from dtrain.attention.varlen import VarlenKernel, check_varlen
-from dtrain.attention.visibility import Visibility
+from dtrain.attention.visibility import MaskStreams, Visibility
 from tests.attention.flash import WrittenFlash
 from tests.attention.test_kernels import VISIBILITIES, brute_force, written_out
 
@@ -46,7 +46,7 @@ def test_packed_rows_are_what_the_mask_says(name):
     visibility, flash = VISIBILITIES[name], WrittenFlash()
     positions, documents = visibility.key_positions, visibility.key_documents
     packing, kernel = Packing.of(positions, documents), VarlenKernel(flash)
-    assert kernel.keys(positions, documents, packing) is None
+    assert kernel.keys(MaskStreams(positions, documents), packing) is None
     check(kernel, Visibility(153, 153, visibility.window, rows=3, packing=packing), visibility, 3, extra=3)
     check(kernel, visibility, visibility, 3)
     check(kernel, visibility, visibility, 3, sinks=True)

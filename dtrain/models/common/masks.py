@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtrain.attention.kernels import Kernel, KeyStreams
-from dtrain.attention.visibility import Visibility
+from dtrain.attention.kernels import Kernel
+from dtrain.attention.visibility import MaskStreams, Visibility
 from dtrain.models.common.micro_batch import MicroBatchContext
 
 
@@ -63,7 +63,12 @@ class AttentionMasks:
             self._prepared[kind] = self._kernel.prepare(visibility, self._dtype, self._device)
         return self._prepared[kind]
 
-    def _gather_keys(self) -> KeyStreams | None:
+    @property
+    def _local_streams(self) -> MaskStreams:
+        """Positions and documents of this rank's tokens."""
+        return MaskStreams(self._positions, self._context.seq_ids, self._context.last_seq_ids)
+
+    def _gather_keys(self) -> MaskStreams | None:
         """Return positions and documents of all keys, as `Kernel.keys`. None if no mask needs them.
 
         They are not needed for rows of one document on one cp rank, where plain causal attention is right.
@@ -75,15 +80,15 @@ class AttentionMasks:
             return None
         # A packing describes causal documents only, so images that see to their ends need the tensors.
         packing = None if sees_image_ends else context.packing
-        return self._kernel.keys(self._positions, context.seq_ids, packing, context.last_seq_ids)
+        return self._kernel.keys(self._local_streams, packing)
 
-    def _gather_keys_for_window(self) -> KeyStreams | None:
+    def _gather_keys_for_window(self) -> MaskStreams | None:
         """Return positions and documents of all keys for a kernel that computes from the packing only without a window.
 
         Collectives:
             Under context parallel, one all-gather.
         """
-        return self._kernel.keys(self._positions, self._context.seq_ids, None, self._context.last_seq_ids)
+        return self._kernel.keys(self._local_streams)
 
     def _visibility(self, window: int | None, image_ends: Tensor | None) -> Visibility:
         """Return the mask of the layers with a window, in the form that all kernels read.

@@ -123,15 +123,16 @@ def prove(values: Mapping[str, Any]) -> Proof:
 
 def _prove_copy(copy: "Copy", expected: Computed, small: SmallConfig) -> Proof:
     try:
-        with _record_uncalled_layers(copy.model) as uncalled:
+        with _record_calls(copy.model) as is_called:
             packed = copy.packed()
+        uncalled = tuple(kind for kind, called in is_called.items() if not called)
         difference = find_difference(packed, expected)
         if difference is None:
-            return Proof(kept=small.kept, uncalled=tuple(uncalled))
+            return Proof(kept=small.kept, uncalled=uncalled)
         difference = find_difference(copy.padded(), expected)
         if difference is not None:
             return Proof(f"{difference}, compared with transformers", kept=small.kept)
-        return Proof(leak=copy.find_leak(), kept=small.kept, uncalled=tuple(uncalled))
+        return Proof(leak=copy.find_leak(), kept=small.kept, uncalled=uncalled)
     except NotComputable as error:
         return Proof(str(error), kept=small.kept)
 
@@ -418,29 +419,32 @@ def _record_outputs(model: CausalLM, outputs: dict[str, Tensor]) -> Iterator[Non
 
 
 @contextmanager
-def _record_uncalled_layers(model: CausalLM) -> Iterator[list[str]]:
-    """Context that yields a list, to which its end adds the linear layers of the decoder that no forward has called.
+def _record_calls(model: CausalLM) -> Iterator[dict[str, bool]]:
+    """Context with a dict of the decoder's linear layers, in which layers that are called get True.
 
-    The names are those within a decoder layer, with `*` in place of the number of an expert: a layer is only missing if
-    no expert has called it.
+    The names are those within a decoder layer, with `*` in place of an expert's number. So an expert that gets no token
+    does not count as uncalled if another one is called.
     """
-    kinds: dict[str, None] = {}  # an ordered set
-    called: set[str] = set()
+    is_called: dict[str, bool] = {}
     handles = []
     for layer in model.model.layers:
         for name, module in layer.named_modules():
-            if not isinstance(module, Linear):
-                continue
-            kind = re.sub(r"\b\d+\b", "*", name)
-            kinds[kind] = None
-            handles.append(module.register_forward_pre_hook(lambda module, inputs, kind=kind: called.add(kind)))
-    uncalled: list[str] = []
+            if isinstance(module, Linear):
+                kind = re.sub(r"\b\d+\b", "*", name)
+                is_called[kind] = False
+                handles.append(module.register_forward_pre_hook(_call_recorder(kind, is_called)))
     try:
-        yield uncalled
+        yield is_called
     finally:
         for handle in handles:
             handle.remove()
-    uncalled += [kind for kind in kinds if kind not in called]
+
+
+def _call_recorder(kind: str, is_called: dict[str, bool]) -> Any:
+    def record(module: nn.Module, inputs: Any) -> None:
+        is_called[kind] = True
+
+    return record
 
 
 def _recorder(name: str, outputs: dict[str, Tensor]) -> Any:

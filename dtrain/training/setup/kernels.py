@@ -41,17 +41,11 @@ def check_keys(inputs: RunInputs) -> list[Problem]:
 
 
 def check_models(inputs: RunInputs) -> list[Problem]:
-    """Check that a kernel for linear attention, or shared prompts, are not requested for a model that has none."""
+    """Check that a kernel for linear attention is requested only, and shared prompts never, for models that have it."""
     config = inputs.readable_config
     if config is None:
         return []
-    problems = []
-    if inputs.recipe.train.share_prompts is True and LINEAR in config.layer_types:
-        text = (
-            "train.share_prompts=true: this model has linear attention, whose state would have to be copied for each "
-            "completion"
-        )
-        problems.append(Problem("train.share_prompts", text, "Leave it out"))
+    problems = shared_prompts_problems(inputs.recipe, config, "this model")
     if config.linear_attention is not None or inputs.recipe.model.linear_attention != "fla":
         return problems
     text = "model.linear_attention=fla: this model has no linear attention"
@@ -60,6 +54,23 @@ def check_models(inputs: RunInputs) -> list[Problem]:
             "model.linear_attention=fla: the transformers library chooses the kernels of this model's linear attention"
         )
     return [*problems, Problem("model.linear_attention", text, "Leave it out")]
+
+
+def shared_prompts_problems(recipe: Recipe, config: ModelConfig, named: str) -> list[Problem]:
+    """Check that prompts are not shared in a model with linear attention.
+
+    Args:
+        recipe: The recipe.
+        config: Config of the trained model or of a teacher.
+        named: The model in a message, such as "this model".
+    """
+    if recipe.train.share_prompts is not True or LINEAR not in config.layer_types:
+        return []
+    text = (
+        f"train.share_prompts=true: {named} has linear attention, whose state would have to be copied for each "
+        "completion"
+    )
+    return [Problem("train.share_prompts", text, "Leave it out")]
 
 
 def check_device(

@@ -9,10 +9,11 @@ from dtrain.base.model_directory import TOKENIZER_FILE, is_adapter_directory
 from dtrain.checkpoint.huggingface.read import check_fit
 from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles
 from dtrain.data.model_directory import ModelDirectory
-from dtrain.models.common.config import LINEAR, ModelConfig
+from dtrain.models.common.config import ModelConfig
 from dtrain.training.hub_files import model_ids
 from dtrain.training.inputs import RunInputs
 from dtrain.training.registry import REWARD_MODEL, TEACHER
+from dtrain.training.setup.kernels import shared_prompts_problems
 from dtrain.training.setup.mesh import mesh_problems_of
 from dtrain.training.setup.model import weight_problems
 
@@ -74,13 +75,7 @@ def _check_model(inputs: RunInputs, key: str, source: ModelDirectory) -> list[Pr
             "their distributions cannot be compared"
         )
         problems.append(Problem(key, text, "Use models with the same vocabulary"))
-    if inputs.recipe.train.share_prompts is True and LINEAR in config.layer_types:
-        text = (
-            f"train.share_prompts=true: {named} has linear attention, whose state would have to be copied for each "
-            "completion"
-        )
-        problems.append(Problem("train.share_prompts", text, "Leave it out"))
-    return problems
+    return problems + shared_prompts_problems(inputs.recipe, config, named)
 
 
 def _check_reward_head(key: str, named: str, config: ModelConfig) -> list[Problem]:

@@ -176,7 +176,7 @@ def _uncalled_layer_problems(proof: "Proof", adapters: AdapterConfig) -> list[Pr
             f"lora.target selects {kind}, whose weight another module reads without calling the layer, so that an "
             "adapter would have no effect"
         )
-        short = kind.rpartition("*.")[2]
+        short = kind.rpartition("*.")[2]  # the name within an expert, if there is one
         problems.append(Problem("lora.target", text, f"Add {short} to lora.exclude, such as lora.exclude=[{short}]"))
     return problems
 
